@@ -1,0 +1,25 @@
+"""Attention for packed (THD) batches under torch.compile and CUDA graphs. Importing this package imports torch alone."""
+
+from .attention import thd_attention
+from .masks import Band
+from .packing import PackedCapacity, pad_packed_batch, validate_packed
+from .params import AttentionParams
+from .policies import AttentionPolicy, PreparedPolicies, prepare_thd_policies
+from .selection import NoBackendError, Selection, invalidate, should_pad_qkv_head_dim
+
+__version__ = "0.1.0"
+__all__ = [
+    "AttentionParams",
+    "AttentionPolicy",
+    "Band",
+    "NoBackendError",
+    "PackedCapacity",
+    "PreparedPolicies",
+    "Selection",
+    "invalidate",
+    "pad_packed_batch",
+    "prepare_thd_policies",
+    "should_pad_qkv_head_dim",
+    "thd_attention",
+    "validate_packed",
+]

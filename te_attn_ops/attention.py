@@ -1,0 +1,404 @@
+"""``thd_attention``: the public function. Plain Python that runs in eager and that Dynamo traces: checks, one choice that is a
+constant for the graph, the routing, one op."""
+
+from __future__ import annotations
+
+import bisect
+import operator
+import weakref
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+from . import environment, ops, packing, plan as plans, policies as policy_module, rows, selection
+from .masks import Band, resolve_mask, warn_once
+from .params import SEQLEN_BUCKETS
+from .policies import DISPATCHES, PreparedPolicies, prepare_thd_policies
+
+PolicyList = Sequence[Mapping[str, Any]]
+
+
+def thd_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    attn_mask_type: str | None = None,
+    window_size: tuple[int, int] | None = None,
+    bottom_right_diagonal: bool | None = None,
+    thd_attention_policies: PreparedPolicies | PolicyList | None = None,
+    thd_attention_policy_dispatch: str = "auto",
+    softmax_scale: float | None = None,
+    deterministic: bool | None = None,
+    sanitize_padding: bool = False,
+    backend: str | None = None,
+    pad_head_dim: bool | None = None,
+    selection: str | None = None,
+    return_lse: bool = False,
+    return_max_logit: bool = False,
+) -> Any:
+    """Attention over a packed batch, each sequence by itself, under one mask or under a mask of its own.
+
+    Differentiable in q, k and v; one op for Dynamo whatever the number of policies; no host sync where max_seqlen is given.
+
+    Args:
+        q: [total_q, num_heads, head_dim_qk].
+        k: [total_kv, num_gqa_groups, head_dim_qk]; num_heads is a multiple of num_gqa_groups.
+        v: [total_kv, num_gqa_groups, head_dim_v].
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32 or int64 on the device of q: token offsets of the sequences. cu_seqlens_kv None,
+            or the same object as cu_seqlens_q, says that every sequence has as many query as key tokens; two tensors do not,
+            equal contents or not.
+        max_seqlen_q, max_seqlen_kv: upper bounds in tokens; a larger one changes nothing but speed. Missing ones are read from
+            cu_seqlens in eager (one sync) and refused under compile and capture. kv defaults to q in self-attention.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: [N + 1] where each sequence's slot starts, if there are gaps; the sequence is the
+            first cu_seqlens[n+1] - cu_seqlens[n] rows of its slot.
+        attn_mask_type: a padding mask type (default "padding_causal"), with window_size ((left, right) in tokens, -1 unbounded) and
+            bottom_right_diagonal as TransformerEngine reads them: see :func:`te_attn_ops.masks.resolve_mask`.
+        thd_attention_policies: what :func:`prepare_thd_policies` returns or, in eager, the list it takes. Exclusive with
+            attn_mask_type and window_size; bottom_right_diagonal is the default of policies that name none.
+        thd_attention_policy_dispatch: "auto", "padded" (each policy in place), "single_launch" (all in one launch) or "grouped"
+            (sort, run, restore).
+        softmax_scale: default head_dim_qk ** -0.5, of the width given, padded or not.
+        deterministic: a bitwise reproducible backward; default NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 or
+            torch.are_deterministic_algorithms_enabled().
+        sanitize_padding: select away what stands in rows of no sequence (q, k, v and grad_out) first. Without it, non-finite values
+            there are the caller's risk on kernels that load whole tiles (flash3, flash4, cudnn_flex).
+        backend: a backend's name, for this call; an error if it cannot run it. pad_head_dim: True or False to force the padding
+            decision. selection: "static" or "measured"; default TE_ATTN_OPS_SELECTION or static.
+        return_lse, return_max_logit: also return lse [num_heads, total_q] float32 (natural log of the scaled scores' sum of
+            exponentials; not differentiable) and max_logit [num_heads] float32.
+
+    Returns:
+        out [total_q, num_heads, head_dim_v], or a tuple (out[, lse][, max_logit]). Rows that see no key, and rows of no sequence, are 0
+        with lse -inf.
+
+    Raises:
+        TypeError, ValueError: an argument is wrong; nothing has run then.
+        NoBackendError: no backend takes the call; the message holds every reason.
+    """
+    _check_qkv(q, k, v)
+    pack = packing.make_packing(q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    _check_options(thd_attention_policy_dispatch, thd_attention_policies, selection)
+    prepared = _prepared(thd_attention_policies, attn_mask_type, window_size, pack)
+    bands = _bands(prepared, attn_mask_type, window_size, bottom_right_diagonal)
+    bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
+
+    equal_lengths = pack.equal_lengths or (prepared is not None and prepared.equal_lengths)
+    if prepared is not None and len(bands) == 1 and thd_attention_policy_dispatch != "grouped":
+        prepared = None if not prepared.mutable else prepared
+    bands = _canonical(bands, equal_lengths)
+    is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    env = environment.snapshot()
+    flags = _flags(deterministic, env, return_max_logit, prepared, pack, equal_lengths, is_training)
+    plan_tensors = _single_launch_plan(prepared, q, k, v, bands, is_training)
+    numbers = selection_numbers(
+        q, k, v, bands, bucket, flags, pack, prepared, plan_tensors, backend, pad_head_dim, thd_attention_policy_dispatch, selection, env
+    )
+
+    if sanitize_padding:
+        q, k, v, real_rows = _sanitize(q, k, v, pack)
+    head_dim_v = v.shape[2]
+    scale = float(softmax_scale) if softmax_scale is not None else operator.index(q.shape[2]) ** -0.5
+    dispatch, width = numbers[0], numbers[1]
+    if width and torch.compiler.is_compiling():
+        # Outside the op Inductor may fuse the pad into the producer; in eager the op pads inside, and autograd saves less.
+        q, k, v = _pad(q, width), _pad(k, width), _pad(v, width)
+        width = 0
+    if dispatch == plans.PADDED and prepared is None and not pack.has_gaps:
+        flags |= plans.PLAIN_CU_SEQLENS
+    plan = plans.encode(flags, dispatch, width, bands, numbers[2:])
+    geometry = _subsets(pack, prepared, len(bands))
+    op = ops.attention if is_training else ops.attention_forward
+    single_launch = plan_tensors if dispatch == plans.SINGLE_LAUNCH else []
+    out, lse, max_logit = op(q, k, v, *geometry, single_launch, bound_q, bound_kv, scale, plan)
+    if out.shape[2] != head_dim_v:
+        out = out[..., :head_dim_v]
+    if sanitize_padding:
+        # Selecting once more on the way out keeps a non-finite grad_out of those rows from the backward kernels.
+        out = torch.where(real_rows, out, torch.zeros((), dtype=out.dtype, device=out.device))
+    if not (return_lse or return_max_logit):
+        return out
+    return (out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else []))
+
+
+# ------------------------------------------------------------------------------------------------------------------- checks
+def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor [tokens, heads, head_dim], got {type(x).__name__}")
+        if x.dim() != 3:
+            raise ValueError(f"{name} must be [tokens, heads, head_dim] (the packed thd layout), got shape {tuple(x.shape)}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have the dtype of q, {q.dtype}; got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on the device of q, {q.device}; got {x.device}")
+    if not q.dtype.is_floating_point:
+        raise TypeError(f"q must have a floating dtype, got {q.dtype}")
+    if k.shape[0] != v.shape[0]:
+        raise ValueError(f"k and v must have the same number of tokens, got {k.shape[0]} and {v.shape[0]}")
+    heads, groups = operator.index(q.shape[1]), operator.index(k.shape[1])
+    if operator.index(v.shape[1]) != groups:
+        raise ValueError(f"k and v must have the same number of heads, got {groups} and {v.shape[1]}")
+    if groups == 0 or heads == 0 or heads % groups:
+        raise ValueError(f"q's number of heads must be a multiple of k's, got {heads} and {groups}")
+    if operator.index(q.shape[2]) != operator.index(k.shape[2]):
+        raise ValueError(f"q and k must have the same head_dim, got {q.shape[2]} and {k.shape[2]}")
+    if operator.index(q.shape[2]) == 0 or operator.index(v.shape[2]) == 0:
+        raise ValueError(f"head_dim must be at least 1, got q {q.shape[2]} and v {v.shape[2]}")
+
+
+def _check_options(dispatch: str, policies: object, selection_mode: str | None) -> None:
+    if dispatch not in DISPATCHES:
+        raise ValueError(f"thd_attention_policy_dispatch={dispatch!r} is unknown; use one of {', '.join(DISPATCHES)}")
+    if dispatch != "auto" and policies is None:
+        raise ValueError(f"thd_attention_policy_dispatch={dispatch!r} needs thd_attention_policies, got None")
+    if selection_mode not in (None, "static", "measured"):
+        raise ValueError(f"selection={selection_mode!r} is unknown; use 'static' or 'measured'")
+
+
+def _prepared(
+    policies: PreparedPolicies | PolicyList | None, attn_mask_type: str | None, window_size: object, pack: packing.Packing
+) -> PreparedPolicies | None:
+    if policies is None:
+        return None
+    for name, value in (("attn_mask_type", attn_mask_type), ("window_size", window_size)):
+        if value is not None:
+            raise ValueError(f"{name}={value!r} cannot stand beside thd_attention_policies: each policy names its own")
+    if not isinstance(policies, PreparedPolicies):
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "thd_attention_policies must be what prepare_thd_policies returns under torch.compile: a list is checked on the host. "
+                "Call prepare_thd_policies before the compiled function"
+            )
+        policies = _RAW_LISTS.prepare(policies, pack)
+    if policies.policy_index.shape[0] != pack.cu_seqlens_q.shape[0] - 1:
+        raise ValueError(
+            f"thd_attention_policies was prepared for {policies.policy_index.shape[0]} sequences, cu_seqlens_q has "
+            f"{pack.cu_seqlens_q.shape[0] - 1}: prepare it again for this batch"
+        )
+    if policies.policy_index.device != pack.cu_seqlens_q.device:
+        raise ValueError(
+            f"thd_attention_policies was prepared on {policies.policy_index.device}, cu_seqlens_q is on {pack.cu_seqlens_q.device}"
+        )
+    return policies
+
+
+class _RawLists:
+    """Lists of dicts that were checked before, by the identity and version of their tensors and of cu_seqlens. Keeps no tensor
+    alive, so that a list used under capture needs no sync; one first seen there is an error."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self._capacity = capacity
+        self._entries: OrderedDict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], PreparedPolicies]] = OrderedDict()
+
+    def prepare(self, policies: PolicyList, pack: packing.Packing) -> PreparedPolicies:
+        key, tensors = self._key(policies, pack)
+        entry = self._entries.get(key) if key is not None else None
+        if entry is not None and all(reference() is tensor for reference, tensor in zip(entry[0], tensors)):
+            return entry[1]
+        prepared = prepare_thd_policies(
+            policies,
+            pack.cu_seqlens_q,
+            pack.cu_seqlens_kv,
+            cu_seqlens_q_padded=pack.slots_q,
+            cu_seqlens_kv_padded=pack.slots_kv,
+        )
+        if key is not None:
+            self._entries[key] = (tuple(weakref.ref(tensor) for tensor in tensors), prepared)
+            while len(self._entries) > self._capacity:
+                self._entries.popitem(last=False)
+        return prepared
+
+    @staticmethod
+    def _key(policies: PolicyList, pack: packing.Packing) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
+        tensors = list(pack[:4])
+        masks: list[object] = []
+        try:
+            for policy in policies:
+                tensors.append(policy["sequence_ids"])
+                window = policy["window_size"]
+                masks.append((policy["mask_type"], window if window is None else tuple(window), policy.get("bottom_right_diagonal"), len(policy)))
+            key = (tuple(masks), *[(id(tensor), tensor._version) for tensor in tensors])
+            hash(key)
+        except (TypeError, KeyError, AttributeError, RuntimeError):
+            return None, tensors  # malformed (prepare says how), or inference tensors, which have no version
+        return key, tensors
+
+
+_RAW_LISTS = _RawLists()
+
+
+# ------------------------------------------------------------------------------------------------------------------ geometry
+def _bands(
+    prepared: PreparedPolicies | None, attn_mask_type: str | None, window_size: object, bottom_right_diagonal: bool | None
+) -> tuple[Band, ...]:
+    if prepared is not None:
+        return policy_module.bands_of(prepared, bottom_right_diagonal)
+    resolved = resolve_mask("padding_causal" if attn_mask_type is None else attn_mask_type, window_size, bottom_right_diagonal)
+    if resolved.warnings and not torch.compiler.is_compiling():
+        warn_once(resolved.warnings, stacklevel=4)
+    return (resolved.band,)
+
+
+def _canonical(bands: tuple[Band, ...], equal_lengths: bool) -> tuple[Band, ...]:
+    return tuple([band.canonical(equal_lengths) for band in bands])
+
+
+def _max_seqlens(pack: packing.Packing, max_seqlen_q: int | None, max_seqlen_kv: int | None) -> tuple[int, int, tuple[int, int]]:
+    """The bounds that the op gets, and the buckets that the choice is made for. Under compile they are the same, so that a batch
+    within a bucket neither recompiles nor records another CUDA graph."""
+    if max_seqlen_q is None:
+        max_seqlen_q = packing.derive_max_seqlen("max_seqlen_q", pack.cu_seqlens_q)
+    if max_seqlen_kv is None:
+        if pack.equal_lengths:
+            max_seqlen_kv = max_seqlen_q
+        else:
+            max_seqlen_kv = packing.derive_max_seqlen("max_seqlen_kv", pack.cu_seqlens_kv)
+    max_seqlen_q = packing.check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    max_seqlen_kv = packing.check_max_seqlen("max_seqlen_kv", max_seqlen_kv)
+    if torch.compiler.is_compiling():
+        bucket_q = _traced_bucket(max_seqlen_q)
+        bucket_kv = bucket_q if max_seqlen_kv is max_seqlen_q else _traced_bucket(max_seqlen_kv)
+        return bucket_q, bucket_kv, (bucket_q, bucket_kv)
+    return max_seqlen_q, max_seqlen_kv, (_bucket(max_seqlen_q), _bucket(max_seqlen_kv))
+
+
+def _bucket(length: int) -> int:
+    return SEQLEN_BUCKETS[min(bisect.bisect_left(SEQLEN_BUCKETS, length), len(SEQLEN_BUCKETS) - 1)]
+
+
+def _traced_bucket(length: Any) -> int:
+    for bound in SEQLEN_BUCKETS:
+        if guard_or_false(length <= bound):
+            return bound
+    return SEQLEN_BUCKETS[-1]
+
+
+_SUBSET_CACHE = packing.SubsetCache()
+
+
+def _subsets(pack: packing.Packing, prepared: PreparedPolicies | None, num_policies: int) -> Any:
+    """The routing: one small kernel. Eager calls outside a capture keep it for the same tensors."""
+    index = None if prepared is None else prepared.policy_index
+    slots_q = pack.slots_q if pack.slots_q is not pack.cu_seqlens_q else None
+    slots_kv = pack.slots_kv if pack.slots_kv is not pack.cu_seqlens_kv else None
+    if torch.compiler.is_compiling() or not _may_cache(pack.cu_seqlens_q):
+        return ops.policy_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, slots_q, slots_kv, index, num_policies)
+    tensors = pack[:4] if index is None else (*pack[:4], index)
+    found = _SUBSET_CACHE.get(tensors, num_policies)
+    if found is None:
+        found = packing.Subsets(*ops.policy_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, slots_q, slots_kv, index, num_policies))
+        _SUBSET_CACHE.put(tensors, num_policies, found)
+    return found
+
+
+def _may_cache(cu_seqlens: Tensor) -> bool:
+    if cu_seqlens.is_inference() or type(cu_seqlens) is not Tensor:
+        return False
+    return not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+# -------------------------------------------------------------------------------------------------------------------- choice
+def _flags(
+    deterministic: bool | None,
+    env: tuple[bytes, ...],
+    return_max_logit: bool,
+    prepared: PreparedPolicies | None,
+    pack: packing.Packing,
+    equal_lengths: bool,
+    is_training: bool,
+) -> int:
+    if deterministic is None:
+        deterministic = env[6] == b"0" or torch.are_deterministic_algorithms_enabled()
+    flags = plans.DETERMINISTIC if deterministic else 0
+    if return_max_logit:
+        flags |= plans.MAX_LOGIT
+    if equal_lengths:
+        flags |= plans.EQUAL_LENGTHS
+    if is_training:
+        flags |= plans.TRAINING
+    if prepared is not None and prepared.contiguous:
+        flags |= plans.CONTIGUOUS
+    return flags
+
+
+def selection_numbers(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bands: tuple[Band, ...],
+    bucket: tuple[int, int],
+    flags: int,
+    pack: packing.Packing,
+    prepared: PreparedPolicies | None,
+    plan_tensors: list[Tensor],
+    backend: str | None,
+    pad_head_dim: bool | None,
+    dispatch: str,
+    selection_mode: str | None,
+    env: tuple[bytes, ...],
+) -> tuple[int, ...]:
+    """Reduces a call to constants and asks for the choice. Widths and head counts go through ``operator.index``: a symbolic one
+    cannot enter a constant function, and each is a property of the model."""
+    if selection_mode is None:
+        selection_mode = "measured" if env[7] == b"measured" else "static"
+    return selection.select_numbers(
+        q.dtype,
+        q.device,
+        (operator.index(q.shape[1]), operator.index(k.shape[1])),
+        (operator.index(q.shape[2]), operator.index(v.shape[2])),
+        tuple([(-1 if b.left is None else b.left, -1 if b.right is None else b.right, int(b.bottom_right)) for b in bands]),
+        bucket,
+        flags & ~plans.CONTIGUOUS,
+        pack.has_gaps,
+        prepared is None or not prepared.mutable,
+        len(plan_tensors) > 0,
+        backend,
+        pad_head_dim,
+        dispatch,
+        selection_mode,
+        env,
+        environment.STATE.generation,
+    )
+
+
+def _single_launch_plan(
+    prepared: PreparedPolicies | None, q: Tensor, k: Tensor, v: Tensor, bands: tuple[Band, ...], is_training: bool
+) -> list[Tensor]:
+    if prepared is None:
+        return []
+    for plan in prepared.plans:
+        spec = plan.spec
+        if (
+            spec.dtype == q.dtype
+            and (spec.num_heads, spec.num_gqa_groups) == (operator.index(q.shape[1]), operator.index(k.shape[1]))
+            and (spec.head_dim_qk, spec.head_dim_v) == (operator.index(q.shape[2]), operator.index(v.shape[2]))
+            and (spec.training or not is_training)
+            and spec.bands == bands
+        ):
+            return plan.tensors
+    return []
+
+
+# ------------------------------------------------------------------------------------------------------------------- tensors
+def _pad(x: Tensor, width: int) -> Tensor:
+    return x if operator.index(x.shape[-1]) == width else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _sanitize(q: Tensor, k: Tensor, v: Tensor, pack: packing.Packing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v with 0 at rows of no sequence, and the mask [total_q, 1, 1] of q's real rows."""
+    real_q = rows.subset_row_mask(pack.slots_q, pack.cu_seqlens_q[1:] - pack.cu_seqlens_q[:-1], q.shape[0])[:, None, None]
+    real_kv = rows.subset_row_mask(pack.slots_kv, pack.cu_seqlens_kv[1:] - pack.cu_seqlens_kv[:-1], k.shape[0])[:, None, None]
+    zero = torch.zeros((), dtype=q.dtype, device=q.device)
+    return torch.where(real_q, q, zero), torch.where(real_kv, k, zero), torch.where(real_kv, v, zero), real_q

@@ -1,0 +1,88 @@
+"""Runs a plan: padding inside the op, the dispatch, and the row contract around it."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import grouping
+from . import plan as plans
+from .inplace import BackwardBatch, Batch, Buffers, run_backward, run_forward
+from .rows import fill_outside_backward, fill_outside_forward
+
+_NULL = contextlib.nullcontext()
+
+
+def _device_guard(x: Tensor) -> Any:
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return _NULL
+
+
+def kernel_ready(x: Tensor) -> Tensor:
+    """A tensor that every kernel can read: last stride 1, base and rows 16-byte aligned, no row repeated by a stride of 0."""
+    unit = 16 // x.element_size() or 1
+    row, head, last = x.stride()
+    if last != 1 or row % unit or head % unit or row == 0 or head == 0:
+        return x.clone(memory_format=torch.contiguous_format)
+    if x.data_ptr() % 16:
+        return x.clone(memory_format=torch.contiguous_format)
+    return x
+
+
+def _pad(x: Tensor, width: int) -> Tensor:
+    """Zero columns up to ``width``; 0 means as it is."""
+    return x if width in (0, x.shape[-1]) else F.pad(x, (0, width - x.shape[-1]))
+
+
+def _trim(x: Tensor, width: int) -> Tensor:
+    return x if x.shape[-1] == width else x[..., :width].contiguous()
+
+
+def forward(batch: Batch, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """out [T_q, H, D_v], lse [H, T_q] and max_logit ([H], or empty where not wanted): every element defined."""
+    decoded = plans.decode(tuple(plan))
+    q = batch.q
+    heads, head_dim_v = q.shape[1], batch.v.shape[2]
+    buffers = Buffers()
+    if decoded.has(plans.MAX_LOGIT):
+        buffers.max_logit = q.new_full((heads,), float("-inf"), dtype=torch.float32)
+    if _nothing_to_do(batch):
+        out = q.new_zeros(q.shape[0], heads, head_dim_v)
+        lse = q.new_full((heads, q.shape[0]), float("-inf"), dtype=torch.float32)
+    else:
+        with _device_guard(q):
+            batch.q, batch.k, batch.v = (kernel_ready(_pad(x, decoded.width)) for x in (batch.q, batch.k, batch.v))
+            run = grouping.forward if decoded.dispatch == plans.GROUPED else run_forward
+            run(batch, decoded, buffers)
+            assert buffers.out is not None and buffers.lse is not None
+            out, lse = _trim(buffers.out, head_dim_v), buffers.lse
+            fill_outside_forward(out, lse, batch.subsets.starts_q, batch.subsets.lens_q)
+    # An absent output is an empty tensor of its own: no output may alias another.
+    return out, lse, q.new_empty(0, dtype=torch.float32) if buffers.max_logit is None else buffers.max_logit
+
+
+def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """dq, dk and dv, contiguous and in the shapes of q, k and v: every element defined."""
+    decoded = plans.decode(tuple(plan))
+    q, k, v = batch.q, batch.k, batch.v
+    if _nothing_to_do(batch):
+        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    with _device_guard(q):
+        batch.q, batch.k, batch.v = (kernel_ready(_pad(x, decoded.width)) for x in (q, k, v))
+        batch.grad_out, batch.out = (kernel_ready(_pad(x, decoded.width)) for x in (batch.grad_out, batch.out))
+        buffers = Buffers()
+        run = grouping.backward if decoded.dispatch == plans.GROUPED else run_backward
+        run(batch, decoded, buffers)
+        assert buffers.grads is not None
+        dq, dk, dv = (_trim(grad, x.shape[2]) for grad, x in zip(buffers.grads, (q, k, v)))
+        fill_outside_backward(dq, dk, dv, *batch.subsets)
+    return dq, dk, dv
+
+
+def _nothing_to_do(batch: Batch) -> bool:
+    return batch.q.shape[0] == 0 or batch.k.shape[0] == 0 or batch.subsets.lens_q.shape[1] == 0

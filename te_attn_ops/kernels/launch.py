@@ -1,0 +1,37 @@
+"""A Triton launch for a few microseconds of host time.
+
+``kernel[grid](...)`` binds and specialises every argument on each call. Here the first call of a kind goes that way and the
+compiled kernel it returns is launched directly afterwards. The kernels launched so take no specialisation on integers or
+alignment, so that the kind (dtypes and constexprs) is all that a compiled kernel depends on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class Launcher:
+    """Launches one ``@triton.jit`` function declared with ``do_not_specialize`` on all its run-time arguments."""
+
+    def __init__(self, jit_function: Any, num_warps: int = 4) -> None:
+        self._jit = jit_function
+        self._num_warps = num_warps
+        self._compiled: dict[tuple[object, ...], Any] = {}
+        self._direct = True
+
+    def __call__(self, grid: tuple[int, int, int], args: tuple[Any, ...], constexprs: tuple[Any, ...], device: torch.device) -> None:
+        """``args`` are the run-time arguments in order (every int below 2^31), ``constexprs`` the trailing constexpr ones."""
+        kind = (device.index, constexprs, tuple([a.dtype for a in args if isinstance(a, torch.Tensor)]))
+        compiled = self._compiled.get(kind)
+        if compiled is not None and self._direct:
+            stream = torch._C._cuda_getCurrentRawStream(device.index)
+            compiled.run(
+                grid[0], grid[1], grid[2], stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constexprs
+            )
+            return
+        compiled = self._jit[grid](*args, *constexprs, num_warps=self._num_warps)
+        # A private interface: where any of it is missing, every launch goes the documented way.
+        self._direct = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
+        self._compiled[kind] = compiled

@@ -1,0 +1,176 @@
+"""Triton kernels over the rows of packed sequences: fill those that a contract fixes, copy those of one subset.
+
+Imported only where a kernel is launched: Triton may not be installed on a machine without a GPU.
+"""
+
+# Triton reads these functions as its own language.
+# mypy: ignore-errors
+import triton
+import triton.language as tl
+
+from .launch import Launcher
+
+UNBOUNDED = 1 << 30
+
+_FILL_RUNTIME = [
+    "a_ptr", "b_ptr", "lse_ptr", "starts_ptr", "lens_ptr", "others_ptr",
+    "c_ptr", "d_ptr", "starts2_ptr", "lens2_ptr", "others2_ptr",
+    "a_width", "b_width", "heads", "rows", "c_width", "d_width", "rows2",
+    "num_seqs", "num_policies", "left", "right",
+]  # fmt: skip
+
+@triton.jit
+def outside(starts, lens, n, num_seqs, num_policies, rows):
+    """Rows of slot n that belong to no sequence; slot num_seqs is what lies before the first start."""
+    hi = tl.load(starts)
+    lo = hi * 0
+    if n < num_seqs:
+        lo = tl.load(starts + n)
+        for p in range(num_policies):
+            lo += tl.load(lens + p * num_seqs + n)
+        hi = rows
+        if n < num_seqs - 1:
+            hi = tl.load(starts + n + 1)
+    return lo, hi
+
+@triton.jit
+def zero(ptr, width, lo, hi, split, splits, BLOCK: tl.constexpr):
+    begin = lo.to(tl.int64) * width + split * BLOCK
+    end = hi.to(tl.int64) * width
+    lane = tl.arange(0, BLOCK)
+    for offset in range(begin, end, splits * BLOCK):
+        tl.store(ptr + offset + lane, tl.zeros([BLOCK], ptr.dtype.element_ty), mask=offset + lane < end)
+
+@triton.jit
+def minus_infinity(lse, heads, rows, lo, hi, split, splits, BLOCK: tl.constexpr):
+    lane = tl.arange(0, BLOCK)
+    value = tl.full([BLOCK], float("-inf"), tl.float32)
+    for head in range(split, heads, splits):
+        base = lse + head.to(tl.int64) * rows
+        for row in range(lo, hi, BLOCK):
+            tl.store(base + row + lane, value, mask=row + lane < hi)
+
+@triton.jit
+def clear(a, a_width, b, b_width, lse, heads, rows, lo, hi, split, splits, HAS_B: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr):
+    if lo < hi:
+        zero(a, a_width, lo, hi, split, splits, BLOCK)
+        if HAS_B:
+            zero(b, b_width, lo, hi, split, splits, BLOCK)
+        if HAS_LSE:
+            minus_infinity(lse, heads, rows, lo, hi, split, splits, 128)
+
+@triton.jit
+def unseen(length, other, off, left, right):
+    """[0, first) and [second, length): rows of a sequence that pair with nothing on the other side."""
+    first = tl.minimum(tl.maximum(-(off + right), 0), length)
+    second = tl.minimum(tl.maximum(other - off + left, 0), length)
+    if other == 0:
+        first = length
+    return first, tl.maximum(first, second)
+
+@triton.jit(do_not_specialize=_FILL_RUNTIME, do_not_specialize_on_alignment=_FILL_RUNTIME)
+def fill_kernel(
+    a_ptr, b_ptr, lse_ptr, starts_ptr, lens_ptr, others_ptr,
+    c_ptr, d_ptr, starts2_ptr, lens2_ptr, others2_ptr,
+    a_width, b_width, heads, rows, c_width, d_width, rows2,
+    num_seqs, num_policies, left, right,
+    BAND: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_B: tl.constexpr, HAS_LSE: tl.constexpr,
+    SIDES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    side = tl.program_id(2)
+    if BAND:
+        if side == 0:
+            length, other, start = tl.load(lens_ptr + n), tl.load(others_ptr + n), tl.load(starts_ptr + n)
+            off = other - length if BOTTOM_RIGHT else 0
+            first, second = unseen(length, other, off, left, right)
+            clear(a_ptr, a_width, b_ptr, b_width, lse_ptr, heads, rows, start, start + first, split, splits, HAS_B, HAS_LSE, BLOCK)
+            clear(a_ptr, a_width, b_ptr, b_width, lse_ptr, heads, rows, start + second, start + length, split, splits, HAS_B, HAS_LSE, BLOCK)
+        elif SIDES == 2:
+            # Seen from the keys, the band is mirrored: left and right change places, and the offset its sign.
+            length, other, start = tl.load(lens2_ptr + n), tl.load(others2_ptr + n), tl.load(starts2_ptr + n)
+            off = other - length if BOTTOM_RIGHT else 0
+            first, second = unseen(length, other, off, right, left)
+            clear(c_ptr, c_width, d_ptr, d_width, lse_ptr, heads, rows, start, start + first, split, splits, True, False, BLOCK)
+            clear(c_ptr, c_width, d_ptr, d_width, lse_ptr, heads, rows, start + second, start + length, split, splits, True, False, BLOCK)
+    else:
+        if side == 0:
+            lo, hi = outside(starts_ptr, lens_ptr, n, num_seqs, num_policies, rows)
+            clear(a_ptr, a_width, b_ptr, b_width, lse_ptr, heads, rows, lo, hi, split, splits, HAS_B, HAS_LSE, BLOCK)
+        elif SIDES == 2:
+            lo, hi = outside(starts2_ptr, lens2_ptr, n, num_seqs, num_policies, rows2)
+            clear(c_ptr, c_width, d_ptr, d_width, lse_ptr, heads, rows, lo, hi, split, splits, True, False, BLOCK)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def copy_kernel(
+    dst0, src0, dst1, src1, dst2, src2, starts, lens, num_seqs,
+    WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    length = tl.load(lens + n)
+    start = tl.load(starts + n).to(tl.int64)
+    lane = tl.arange(0, BLOCK)
+    for pair in tl.static_range(3):
+        dst, src, width = dst0, src0, WIDTH0
+        if pair == 1:
+            dst, src, width = dst1, src1, WIDTH1
+        if pair == 2:
+            dst, src, width = dst2, src2, WIDTH2
+        if width > 0:
+            base = start * width
+            for offset in range(split * BLOCK, length * width, splits * BLOCK):
+                mask = offset + lane < length * width
+                tl.store(dst + base + offset + lane, tl.load(src + base + offset + lane, mask=mask), mask=mask)
+
+
+_COPY_LSE_RUNTIME = ["dst", "src", "starts", "lens", "rows"]
+
+@triton.jit(do_not_specialize=_COPY_LSE_RUNTIME, do_not_specialize_on_alignment=_COPY_LSE_RUNTIME)
+def copy_lse_kernel(dst, src, starts, lens, rows, BLOCK: tl.constexpr):
+    n = tl.program_id(0)
+    head = tl.program_id(1).to(tl.int64)
+    length = tl.load(lens + n)
+    base = head * rows + tl.load(starts + n)
+    lane = tl.arange(0, BLOCK)
+    for offset in range(0, length, BLOCK):
+        mask = offset + lane < length
+        value = tl.load(src + base + offset + lane, mask=mask)
+        tl.store(dst + base + offset + lane, tl.where(value == float("inf"), float("-inf"), value), mask=mask)
+
+
+_SUBSETS_RUNTIME = [
+    "cu_q", "cu_kv", "slots_q", "slots_kv", "policy_index",
+    "starts_q", "lens_q", "starts_kv", "lens_kv", "num_seqs", "num_policies",
+]  # fmt: skip
+
+@triton.jit(do_not_specialize=_SUBSETS_RUNTIME, do_not_specialize_on_alignment=_SUBSETS_RUNTIME)
+def subsets_kernel(
+    cu_q, cu_kv, slots_q, slots_kv, policy_index, starts_q, lens_q, starts_kv, lens_kv, num_seqs, num_policies,
+    HAS_INDEX: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    edge = n <= num_seqs
+    tl.store(starts_q + n, tl.load(slots_q + n, mask=edge).to(tl.int32), mask=edge)
+    tl.store(starts_kv + n, tl.load(slots_kv + n, mask=edge).to(tl.int32), mask=edge)
+    inside = n < num_seqs
+    length_q = (tl.load(cu_q + n + 1, mask=inside) - tl.load(cu_q + n, mask=inside)).to(tl.int32)
+    length_kv = (tl.load(cu_kv + n + 1, mask=inside) - tl.load(cu_kv + n, mask=inside)).to(tl.int32)
+    for p in range(num_policies):
+        own_q, own_kv = length_q, length_kv
+        if HAS_INDEX:
+            mine = tl.load(policy_index + n, mask=inside, other=-1) == p
+            own_q, own_kv = tl.where(mine, length_q, 0), tl.where(mine, length_kv, 0)
+        tl.store(lens_q + p * num_seqs + n, own_q, mask=inside)
+        tl.store(lens_kv + p * num_seqs + n, own_kv, mask=inside)
+
+
+
+fill = Launcher(fill_kernel)
+copy = Launcher(copy_kernel, num_warps=8)
+copy_lse = Launcher(copy_lse_kernel)
+subsets = Launcher(subsets_kernel)

@@ -1,0 +1,297 @@
+"""Packed geometry: cu_seqlens, with or without gaps, as starts and lengths; the eager validator; capacity for static shapes."""
+
+from __future__ import annotations
+
+import operator
+import weakref
+from collections import OrderedDict
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Subsets(NamedTuple):
+    """Where each policy's sequences lie: starts [N + 1] and lens [P, N], int32, for q and for kv."""
+
+    starts_q: Tensor
+    lens_q: Tensor
+    starts_kv: Tensor
+    lens_kv: Tensor
+
+
+class Packing(NamedTuple):
+    """The four offset tensors of one packed batch. The padded ones are the plain ones where there are no gaps."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_kv: Tensor
+    slots_q: Tensor
+    slots_kv: Tensor
+    has_gaps: bool
+
+    @property
+    def equal_lengths(self) -> bool:
+        """Whether q and kv are known to have the same lengths: they share one tensor object."""
+        return self.cu_seqlens_kv is self.cu_seqlens_q
+
+
+def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
+    """The static part of the check: what shapes, dtypes and devices tell, without a sync.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was seen and what would be right.
+    """
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{name} must be a tensor [num_sequences + 1], got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional [num_sequences + 1], got shape {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.shape[0] == 0:
+        raise ValueError(f"{name} must have num_sequences + 1 entries (at least the leading 0), got none")
+    if cu_seqlens.device != like.device:
+        raise ValueError(f"{name} must be on {like.device}, as q is; got {cu_seqlens.device}")
+    return cu_seqlens
+
+
+def make_packing(
+    like: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None,
+    cu_seqlens_q_padded: Tensor | None,
+    cu_seqlens_kv_padded: Tensor | None,
+) -> Packing:
+    """Checks the four arguments against each other. A padded tensor that is the plain one (the same object) means no gaps.
+
+    cu_seqlens_kv None means self-attention: the tensors of q. One padded tensor of two is an error: it would leave open
+    whether the other side has gaps.
+    """
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+        if cu_seqlens_kv_padded is None:
+            cu_seqlens_kv_padded = cu_seqlens_q_padded
+    check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, like)
+    if cu_seqlens_kv is not cu_seqlens_q:
+        check_cu_seqlens("cu_seqlens_kv", cu_seqlens_kv, like)
+        _require_same_length("cu_seqlens_kv", cu_seqlens_kv, "cu_seqlens_q", cu_seqlens_q)
+    slots_q = _slots("cu_seqlens_q_padded", cu_seqlens_q_padded, "cu_seqlens_q", cu_seqlens_q, like)
+    slots_kv = _slots("cu_seqlens_kv_padded", cu_seqlens_kv_padded, "cu_seqlens_kv", cu_seqlens_kv, like)
+    has_gaps = slots_q is not cu_seqlens_q or slots_kv is not cu_seqlens_kv
+    return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps)
+
+
+def _slots(name: str, padded: Tensor | None, plain_name: str, plain: Tensor, like: Tensor) -> Tensor:
+    if padded is None or padded is plain:
+        return plain
+    check_cu_seqlens(name, padded, like)
+    _require_same_length(name, padded, plain_name, plain)
+    return padded
+
+
+def _require_same_length(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    if tensor.shape[0] != other.shape[0]:
+        raise ValueError(
+            f"{name} must have as many entries as {other_name}, one per sequence and one more: got {tensor.shape[0]} and {other.shape[0]}"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------- the routing itself
+def build_subsets(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, slots_q: Tensor, slots_kv: Tensor, policy_index: Tensor | None, num_policies: int
+) -> Subsets:
+    """What the op ``policy_subsets`` computes. A policy_index outside 0..num_policies-1 makes its sequence a gap."""
+    from .rows import uses_triton
+
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    if uses_triton(cu_seqlens_q):
+        from .kernels import rows as kernels
+
+        new = {"dtype": torch.int32, "device": cu_seqlens_q.device}
+        starts_q, starts_kv = torch.empty(num_seqs + 1, **new), torch.empty(num_seqs + 1, **new)
+        lens_q, lens_kv = torch.empty(num_policies, num_seqs, **new), torch.empty(num_policies, num_seqs, **new)
+        inputs = [t.contiguous() for t in (cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv)]
+        index = inputs[0] if policy_index is None else policy_index.contiguous()
+        args = (*inputs, index, starts_q, lens_q, starts_kv, lens_kv, num_seqs, num_policies)
+        kernels.subsets((-(-(num_seqs + 1) // 128), 1, 1), args, (policy_index is not None, 128), cu_seqlens_q.device)
+        return Subsets(starts_q, lens_q, starts_kv, lens_kv)
+    lens_q = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).to(torch.int32)
+    lens_kv = (cu_seqlens_kv[1:] - cu_seqlens_kv[:-1]).to(torch.int32)
+    if policy_index is None:
+        per_policy = [lens.expand(num_policies, num_seqs).contiguous() for lens in (lens_q, lens_kv)]
+    else:
+        mine = policy_index == torch.arange(num_policies, device=policy_index.device, dtype=policy_index.dtype)[:, None]
+        per_policy = [torch.where(mine, lens, torch.zeros_like(lens)) for lens in (lens_q, lens_kv)]
+    starts = [slots.to(torch.int32, copy=True) for slots in (slots_q, slots_kv)]
+    return Subsets(starts[0], per_policy[0], starts[1], per_policy[1])
+
+
+class SubsetCache:
+    """The subsets of the last few cu_seqlens objects, for eager calls: a model's layers share them.
+
+    Keyed by identity and version of every tensor involved; an entry dies with its tensors. Not used under capture: a replay
+    must read what the tensors hold then.
+    """
+
+    def __init__(self, capacity: int = 16) -> None:
+        self._capacity = capacity
+        self._entries: OrderedDict[tuple[int, ...], tuple[tuple[weakref.ref[Tensor], ...], Subsets]] = OrderedDict()
+
+    def get(self, tensors: tuple[Tensor, ...], num_policies: int) -> Subsets | None:
+        entry = self._entries.get(self._key(tensors, num_policies))
+        if entry is None:
+            return None
+        alive = all(reference() is tensor for reference, tensor in zip(entry[0], tensors))
+        return entry[1] if alive else None
+
+    def put(self, tensors: tuple[Tensor, ...], num_policies: int, subsets: Subsets) -> None:
+        self._entries[self._key(tensors, num_policies)] = (tuple(weakref.ref(tensor) for tensor in tensors), subsets)
+        while len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        self._entries.clear()
+
+    @staticmethod
+    def _key(tensors: tuple[Tensor, ...], num_policies: int) -> tuple[int, ...]:
+        return (num_policies, *[id(tensor) for tensor in tensors], *[tensor._version for tensor in tensors])
+
+
+# ------------------------------------------------------------------------------------------------------------------ max_seqlen
+def check_max_seqlen(name: str, max_seqlen: object) -> int:
+    """A max_seqlen as an int (or SymInt) of at least 0."""
+    if isinstance(max_seqlen, Tensor):
+        raise TypeError(f"{name} must be an int: a tensor would have to be read on the host at each call; got a tensor")
+    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        raise TypeError(f"{name} must be an int (tokens), got {type(max_seqlen).__name__}")
+    if isinstance(max_seqlen, int) and max_seqlen < 0:
+        raise ValueError(f"{name} must be >= 0, got {max_seqlen}")
+    return max_seqlen  # type: ignore[return-value]
+
+
+def derive_max_seqlen(name: str, cu_seqlens: Tensor) -> int:
+    """The longest sequence. One device-to-host sync; refused where that cannot be."""
+    if torch.compiler.is_compiling():
+        raise ValueError(f"{name} is needed under torch.compile: without it the lengths would have to be read on the host. Pass an int")
+    if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ValueError(f"{name} is needed during CUDA graph capture: the lengths cannot be read on the host there. Pass an int")
+    if cu_seqlens.shape[0] < 2:
+        return 0
+    return int((cu_seqlens[1:] - cu_seqlens[:-1]).max())
+
+
+# ---------------------------------------------------------------------------------------------------------- eager validation
+def validate_packed(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    *,
+    total_q: int | None = None,
+    total_kv: int | None = None,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
+) -> None:
+    """Checks what only the contents of cu_seqlens can tell. Syncs once per tensor; the hot path never does this.
+
+    Args:
+        cu_seqlens_q, cu_seqlens_kv: [N + 1] int32 or int64.
+        total_q, total_kv: rows of q and of k/v; None skips that check.
+        cu_seqlens_q_padded, cu_seqlens_kv_padded: [N + 1], where each sequence's slot starts.
+        max_seqlen_q, max_seqlen_kv: bounds in tokens that no sequence may exceed.
+
+    Raises:
+        ValueError: first entry not 0, an entry below its predecessor, more tokens than rows, a sequence longer than its slot
+            or than max_seqlen.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("validate_packed reads tensors on the host: call it outside the compiled function")
+    total_kv = total_q if cu_seqlens_kv is None else total_kv
+    packing = make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    sides = [("q", packing.cu_seqlens_q, packing.slots_q, total_q, max_seqlen_q)]
+    if not packing.equal_lengths or packing.slots_kv is not packing.slots_q:
+        sides.append(("kv", packing.cu_seqlens_kv, packing.slots_kv, total_kv, max_seqlen_kv))
+    for side, plain, slots, total, max_seqlen in sides:
+        name = f"cu_seqlens_{side}"
+        values = _check_contents(name, plain)
+        ends = values
+        if slots is not plain:
+            ends = _check_contents(f"{name}_padded", slots)
+            for n in range(len(values) - 1):
+                length, slot = values[n + 1] - values[n], ends[n + 1] - ends[n]
+                if length > slot:
+                    raise ValueError(f"{name}: sequence {n} has {length} tokens, but {name}_padded gives it a slot of {slot}")
+        if total is not None and ends[-1] > total:
+            raise ValueError(f"{name}: the last entry is {ends[-1]}, beyond the {total} rows of {side}")
+        longest = max((b - a for a, b in zip(values, values[1:])), default=0)
+        if max_seqlen is not None and longest > operator.index(max_seqlen):
+            raise ValueError(f"max_seqlen_{side}={max_seqlen} is below the longest sequence, which has {longest} tokens")
+
+
+def _check_contents(name: str, cu_seqlens: Tensor) -> list[int]:
+    values: list[int] = cu_seqlens.tolist()
+    if values[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {values[0]}")
+    for n, (before, after) in enumerate(zip(values, values[1:])):
+        if after < before:
+            raise ValueError(f"{name} must not descend: entry {n + 1} is {after} after {before}")
+    return values
+
+
+# ------------------------------------------------------------------------------------------------------------ static capacity
+class PackedCapacity(NamedTuple):
+    """A batch brought to fixed shapes: see :func:`pad_packed_batch`."""
+
+    tensors: tuple[Tensor, ...]
+    cu_seqlens: Tensor
+    cu_seqlens_padded: Tensor | None
+    policy_index: Tensor | None
+
+
+def pad_packed_batch(
+    tensors: tuple[Tensor, ...] | list[Tensor],
+    cu_seqlens: Tensor,
+    *,
+    num_tokens: int,
+    num_sequences: int,
+    max_seqlen: int | None = None,
+    cu_seqlens_padded: Tensor | None = None,
+    policy_index: Tensor | None = None,
+    fill_policy: int = 0,
+) -> PackedCapacity:
+    """Gives a packed batch a fixed number of tokens and sequences, so that one CUDA graph or one compiled shape serves every
+    batch. Rows are added as a tail that belongs to no sequence, sequences as empty ones at the end of the real rows.
+
+    Eager only: it reads cu_seqlens on the host (one sync), in a data loader for example.
+
+    Args:
+        tensors: [T, ...] each, over the packed rows (tokens, labels, positions); filled up with zeros.
+        cu_seqlens: [N + 1].
+        num_tokens, num_sequences: the capacity.
+        max_seqlen: the bound that was captured or compiled; a longer sequence is refused.
+        cu_seqlens_padded: [N + 1], where the batch has gaps.
+        policy_index: [N] int32; empty sequences get ``fill_policy``.
+
+    Raises:
+        ValueError: more tokens or sequences than the capacity, or a sequence above max_seqlen.
+    """
+    packing = make_packing(cu_seqlens, cu_seqlens, None, cu_seqlens_padded, None)
+    rows, count = (tensors[0].shape[0] if tensors else num_tokens), cu_seqlens.shape[0] - 1
+    if count > num_sequences:
+        raise ValueError(f"num_sequences={num_sequences} is below the batch's {count} sequences")
+    if rows > num_tokens:
+        raise ValueError(f"num_tokens={num_tokens} is below the batch's {rows} rows")
+    validate_packed(cu_seqlens, total_q=rows, cu_seqlens_q_padded=cu_seqlens_padded, max_seqlen_q=max_seqlen)
+    padded = []
+    for tensor in tensors:
+        if tensor.shape[0] != rows:
+            raise ValueError(f"tensors must share their first dimension: got {tensor.shape[0]} and {rows}")
+        padded.append(torch.cat([tensor, tensor.new_zeros(num_tokens - rows, *tensor.shape[1:])]))
+
+    def extend(cu: Tensor) -> Tensor:
+        return torch.cat([cu, cu[-1:].expand(num_sequences - count)])
+
+    index = policy_index
+    if index is not None:
+        index = torch.cat([index, index.new_full((num_sequences - count,), fill_policy)])
+    slots = extend(packing.slots_q) if packing.has_gaps else None
+    return PackedCapacity(tuple(padded), extend(cu_seqlens), slots, index)

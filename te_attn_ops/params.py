@@ -1,0 +1,72 @@
+"""AttentionParams: everything that a choice of backend may depend on, hashable."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from .masks import Band
+
+# Bounds of max_seqlen that a choice (and a compiled graph) tells apart. Powers of two and the middle between them: a bound is
+# at most 1.5 times the truth, and the kernels' idle thread blocks with it.
+SEQLEN_BUCKETS = tuple(sorted({1 << e for e in range(7, 25)} | {3 << e for e in range(7, 24)}))
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class AttentionParams:
+    """One shape class of attention calls.
+
+    Attributes:
+        dtype: of q, k and v.
+        device_type: ``"cuda"`` or ``"cpu"``.
+        sm: compute capability times ten (90 for an H100 or H200); 0 where there is none.
+        num_heads, num_gqa_groups: query heads and key/value heads.
+        head_dim_qk, head_dim_v: widths in elements, as the backend will see them (padded ones in a padded probe).
+        bands: one per policy.
+        max_seqlen_q, max_seqlen_kv: upper bounds in tokens (a bucket's bound).
+        equal_lengths: every sequence is known to have as many query as key tokens.
+        has_gaps: cu_seqlens_*_padded were given.
+        is_training: a backward pass will follow.
+        deterministic: the backward must be bitwise reproducible.
+        return_max_logit: the maximum of the scaled scores per head is wanted.
+        static_membership: the partition of the sequences into policies will not change under a captured graph.
+        single_launch_plan: a plan of a single-launch backend is at hand for this call.
+        device_index: of the CUDA device, or -1.
+    """
+
+    dtype: torch.dtype = torch.bfloat16
+    device_type: str = "cuda"
+    sm: int = 90
+    num_heads: int = 16
+    num_gqa_groups: int = 16
+    head_dim_qk: int = 128
+    head_dim_v: int = 128
+    bands: tuple[Band, ...] = (Band(None, 0, True),)
+    max_seqlen_q: int = 4096
+    max_seqlen_kv: int = 4096
+    equal_lengths: bool = True
+    has_gaps: bool = False
+    is_training: bool = True
+    deterministic: bool = False
+    return_max_logit: bool = False
+    static_membership: bool = True
+    single_launch_plan: bool = False
+    device_index: int = -1
+
+    def replace(self, **changes: object) -> AttentionParams:
+        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+
+    def padded_to(self, width: int) -> AttentionParams:
+        """The same call with q, k and v zero-padded to one width."""
+        return dataclasses.replace(self, head_dim_qk=width, head_dim_v=width)
+
+    @property
+    def padded_width(self) -> int:
+        """The common width that padding would give: the larger one, rounded up to a multiple of 8."""
+        return round_up(max(self.head_dim_qk, self.head_dim_v), 8)

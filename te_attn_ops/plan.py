@@ -1,0 +1,68 @@
+"""The op's ``int[] plan``: every decision of a call as plain ints.
+
+What an op decides by itself at trace time, AOTAutograd's disk cache gets wrong in the next process; so nothing is decided
+there. When the meaning of a plan or what an op emits for it changes, :data:`ABI` changes, and a cached graph of an older
+version no longer matches.
+
+Layout: [ABI, flags, dispatch, padded width or 0, then per policy: left or -1, right or -1, bottom_right, backend number].
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from .masks import Band
+
+ABI = 1
+HEADER = 4
+PER_POLICY = 4
+
+DETERMINISTIC = 1
+MAX_LOGIT = 2
+PLAIN_CU_SEQLENS = 4
+EQUAL_LENGTHS = 8
+TRAINING = 16
+CONTIGUOUS = 32
+
+PADDED, SINGLE_LAUNCH, GROUPED = 0, 1, 2
+DISPATCH_NUMBERS = {"padded": PADDED, "single_launch": SINGLE_LAUNCH, "grouped": GROUPED}
+DISPATCH_NAMES = {number: name for name, number in DISPATCH_NUMBERS.items()}
+
+
+class Plan(NamedTuple):
+    """A decoded plan."""
+
+    flags: int
+    dispatch: int
+    width: int
+    bands: tuple[Band, ...]
+    backends: tuple[int, ...]
+
+    def has(self, flag: int) -> bool:
+        return bool(self.flags & flag)
+
+
+def encode(flags: int, dispatch: int, width: int, bands: tuple[Band, ...], backends: tuple[int, ...]) -> list[int]:
+    plan = [ABI, flags, dispatch, width]
+    for band, backend in zip(bands, backends):
+        left = -1 if band.left is None else band.left
+        right = -1 if band.right is None else band.right
+        plan += [left, right, int(band.bottom_right), backend]
+    return plan
+
+
+@functools.lru_cache(maxsize=4096)
+def decode(plan: tuple[int, ...]) -> Plan:
+    """Raises ValueError for a plan of another version: a graph that was exported or cached before an upgrade."""
+    if len(plan) < HEADER or plan[0] != ABI:
+        found = plan[0] if plan else "none"
+        raise ValueError(f"this attention plan has version {found}; te_attn_ops here writes version {ABI}: compile or export again")
+    if (len(plan) - HEADER) % PER_POLICY or len(plan) == HEADER:
+        raise ValueError(f"an attention plan has {HEADER} + {PER_POLICY} ints per policy, at least one policy; got {len(plan)}")
+    bands, backends = [], []
+    for at in range(HEADER, len(plan), PER_POLICY):
+        left, right, bottom_right, backend = plan[at : at + PER_POLICY]
+        bands.append(Band(None if left < 0 else left, None if right < 0 else right, bool(bottom_right)))
+        backends.append(backend)
+    return Plan(plan[1], plan[2], plan[3], tuple(bands), tuple(backends))

@@ -1,0 +1,215 @@
+"""Per-sequence policies: the user's list, checked once, as a small pytree that Dynamo and export take."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import packing
+from .masks import Band, normalize_window, require_padding_mask_type, resolve_mask, warn_once
+
+DISPATCHES = ("auto", "padded", "single_launch", "grouped")
+_KEYS = frozenset({"sequence_ids", "mask_type", "window_size", "bottom_right_diagonal"})
+_REQUIRED_KEYS = frozenset({"sequence_ids", "mask_type", "window_size"})
+ARGUMENT = "thd_attention_policies"
+
+
+@dataclass(frozen=True)
+class AttentionPolicy:
+    """One policy's mask. ``bottom_right_diagonal`` None falls back to the call's, then to the module's."""
+
+    mask_type: str
+    window_size: tuple[int, int] | None = None
+    bottom_right_diagonal: bool | None = None
+
+    def band(self, default_bottom_right: bool | None) -> Band:
+        aligned = self.bottom_right_diagonal if self.bottom_right_diagonal is not None else default_bottom_right
+        return resolve_mask(self.mask_type, self.window_size, aligned).band
+
+
+@dataclass(frozen=True)
+class PlanSpec:
+    """The attention that a single-launch plan was made for."""
+
+    dtype: torch.dtype
+    num_heads: int
+    num_gqa_groups: int
+    head_dim_qk: int
+    head_dim_v: int
+    training: bool
+    bands: tuple[Band, ...] = ()
+
+
+@dataclass(frozen=True)
+class SingleLaunchPlan:
+    """A single-launch backend's mask as plain tensors, and the attention it fits."""
+
+    tensors: list[Tensor]
+    spec: PlanSpec
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedPolicies:
+    """Checked policies of one batch. Made by :func:`prepare_thd_policies`; read-only.
+
+    Attributes:
+        policy_index: [N] int32, the policy of each sequence. The only thing read at run time: with ``mutable=True`` its
+            contents may change under a captured graph.
+        plans: single-launch plans, one per attention spec.
+        policies: the masks, in the order of the index.
+        mutable: the partition may change.
+        contiguous: each policy's sequences are one run of neighbours.
+        equal_lengths: every sequence has as many query as key tokens (promised by the caller and checked).
+    """
+
+    policy_index: Tensor
+    plans: list[SingleLaunchPlan]
+    policies: tuple[AttentionPolicy, ...]
+    mutable: bool = False
+    contiguous: bool = False
+    equal_lengths: bool = False
+
+    @property
+    def num_policies(self) -> int:
+        return len(self.policies)
+
+
+torch.utils._pytree.register_constant(AttentionPolicy)
+torch.utils._pytree.register_constant(PlanSpec)
+torch.export.register_dataclass(SingleLaunchPlan, serialized_type_name="te_attn_ops.SingleLaunchPlan")
+torch.export.register_dataclass(PreparedPolicies, serialized_type_name="te_attn_ops.PreparedPolicies")
+
+
+def prepare_thd_policies(
+    policies: Sequence[Mapping[str, Any]],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    *,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    mutable: bool = False,
+    equal_lengths: bool = False,
+    validate: bool = True,
+) -> PreparedPolicies:
+    """Checks a list of policies against a packed batch and routes every sequence to its policy.
+
+    Eager only, once per batch geometry (in a data loader, or before a graph is captured); it reads the ids on the host.
+
+    Args:
+        policies: dicts with ``sequence_ids`` (1-D int32/int64 tensor on the device of cu_seqlens, strictly ascending),
+            ``mask_type`` (a padding type), ``window_size`` ((left, right) or None) and optionally ``bottom_right_diagonal``.
+            Together the ids cover every sequence once. The order of the list means nothing. A policy without sequences is
+            accepted and, unless ``mutable``, dropped.
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: [N + 1], as in :func:`thd_attention`.
+        mutable: the contents of ``policy_index`` will be changed later; backends that bake the partition are not used.
+        equal_lengths: promise that every sequence has as many query as key tokens although cu_seqlens_q and cu_seqlens_kv
+            are two tensors; checked here.
+        validate: also check the contents of cu_seqlens (:func:`validate_packed`).
+
+    Raises:
+        TypeError, ValueError: naming the policy, the key, the value seen and what would be right.
+    """
+    if torch.compiler.is_compiling():
+        raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the compiled function and pass its result")
+    if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the capture of a CUDA graph")
+    pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    if validate:
+        packing.validate_packed(
+            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded
+        )
+    if equal_lengths and not pack.equal_lengths:
+        _check_equal_lengths(pack)
+    num_seqs = cu_seqlens_q.shape[0] - 1
+    masks, ids = _check_policies(policies, cu_seqlens_q.device)
+    owner = _route(ids, num_seqs)
+    if not mutable:
+        used = [p for p in range(len(masks)) if ids[p]] or list(range(min(1, len(masks))))
+        masks = [masks[p] for p in used]
+        owner = [used.index(p) for p in owner]
+    changes = sum(a != b for a, b in zip(owner, owner[1:]))
+    return PreparedPolicies(
+        policy_index=torch.tensor(owner, dtype=torch.int32, device=cu_seqlens_q.device),
+        plans=[],
+        policies=tuple(masks),
+        mutable=mutable,
+        contiguous=not mutable and changes + 1 <= len(set(owner)),
+        equal_lengths=equal_lengths,
+    )
+
+
+def _check_equal_lengths(pack: packing.Packing) -> None:
+    q = pack.cu_seqlens_q.long().diff()
+    kv = pack.cu_seqlens_kv.long().diff()
+    if not torch.equal(q, kv):
+        n = int((q != kv).nonzero()[0])
+        raise ValueError(f"equal_lengths=True, but sequence {n} has {int(q[n])} query and {int(kv[n])} key tokens")
+
+
+def _check_policies(policies: object, device: torch.device) -> tuple[list[AttentionPolicy], list[list[int]]]:
+    if isinstance(policies, (Mapping, str)) or not isinstance(policies, Sequence):
+        raise TypeError(f"{ARGUMENT} must be a list of dicts, got {type(policies).__name__}")
+    if not policies:
+        raise ValueError(f"{ARGUMENT} must hold at least one policy, got an empty list")
+    masks, ids = [], []
+    for p, policy in enumerate(policies):
+        where = f"{ARGUMENT}[{p}]"
+        if not isinstance(policy, Mapping):
+            raise TypeError(f"{where} must be a dict, got {type(policy).__name__}")
+        missing, unknown = _REQUIRED_KEYS - policy.keys(), policy.keys() - _KEYS
+        if missing:
+            raise ValueError(f"{where} lacks {', '.join(sorted(missing))}; it needs {', '.join(sorted(_REQUIRED_KEYS))}")
+        if unknown:
+            raise ValueError(f"{where} has unknown keys {', '.join(sorted(map(str, unknown)))}; it takes {', '.join(sorted(_KEYS))}")
+        masks.append(_check_mask(policy, where))
+        ids.append(_check_ids(policy["sequence_ids"], where, device))
+    return masks, ids
+
+
+def _check_mask(policy: Mapping[str, Any], where: str) -> AttentionPolicy:
+    mask_type = require_padding_mask_type(policy["mask_type"], f"{where}.mask_type")
+    window = normalize_window(policy["window_size"], f"{where}.window_size")
+    aligned = policy.get("bottom_right_diagonal")
+    resolved = resolve_mask(mask_type, window, aligned, argument_prefix=f"{where}.")
+    warn_once(resolved.warnings, stacklevel=5)
+    return AttentionPolicy(mask_type, window, aligned)
+
+
+def _check_ids(ids: object, where: str, device: torch.device) -> list[int]:
+    name = f"{where}.sequence_ids"
+    if not isinstance(ids, Tensor):
+        raise TypeError(f"{name} must be a 1-D int32 or int64 tensor, got {type(ids).__name__}")
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
+    if ids.dim() != 1:
+        raise ValueError(f"{name} must be one-dimensional, got shape {tuple(ids.shape)}")
+    if ids.device != device:
+        raise ValueError(f"{name} must be on {device}, as cu_seqlens_q is; got {ids.device}")
+    values: list[int] = ids.tolist()
+    for before, after in zip(values, values[1:]):
+        if after <= before:
+            problem = "holds a duplicate" if after == before else "is not ascending"
+            raise ValueError(f"{name} must be strictly ascending, but {problem}: {after} after {before}")
+    return values
+
+
+def _route(ids: list[list[int]], num_seqs: int) -> list[int]:
+    owner = [-1] * num_seqs
+    for p, values in enumerate(ids):
+        for n in values:
+            if not 0 <= n < num_seqs:
+                raise ValueError(f"{ARGUMENT}[{p}].sequence_ids holds {n}, out of range for {num_seqs} sequences")
+            if owner[n] >= 0:
+                raise ValueError(f"{ARGUMENT}[{p}].sequence_ids overlaps policy {owner[n]}: both hold sequence {n}")
+            owner[n] = p
+    if -1 in owner:
+        raise ValueError(f"{ARGUMENT} must cover every sequence: sequence {owner.index(-1)} of {num_seqs} is in no policy")
+    return owner
+
+
+def bands_of(prepared: PreparedPolicies, default_bottom_right: bool | None) -> tuple[Band, ...]:
+    return tuple(policy.band(default_bottom_right) for policy in prepared.policies)

@@ -1,0 +1,205 @@
+"""The row contract, on the device and without a sync: which rows belong to a sequence, which see a key, and what stands in
+those that do not.
+
+Each function is one small Triton launch on CUDA that touches only the rows in question, and plain torch elsewhere (and where
+Triton is missing).
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .backends.base import BackwardCall, ForwardCall
+from .masks import Band
+
+
+@functools.cache
+def _triton_installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def uses_triton(tensor: Tensor) -> bool:
+    return tensor.is_cuda and _triton_installed()
+
+
+def _splits(rows: int) -> int:
+    """Programs per sequence: enough to clear one long tail quickly, few enough that idle ones cost nothing."""
+    return min(64, max(1, rows // 256))
+
+
+# ---------------------------------------------------------------------------------------------------- masks of rows, in torch
+def row_coordinates(starts: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """For each of ``rows`` packed rows the sequence in whose slot it lies (0..N-1, also for rows outside) and its offset there.
+
+    starts: [N + 1]. Returns two int64 tensors [rows]. N must be at least 1.
+    """
+    row = torch.arange(rows, device=starts.device)
+    # A zero-length slot shares its start with the next one: right=True finds the last slot that starts at or before the row.
+    sequence = torch.searchsorted(starts[:-1].long(), row, right=True) - 1
+    sequence = sequence.clamp_(min=0)
+    return sequence, row - starts.long()[sequence]
+
+
+def subset_row_mask(starts: Tensor, lens: Tensor, rows: int) -> Tensor:
+    """bool [rows]: the rows of the sequences with these starts [N + 1] and lengths [N]."""
+    if lens.numel() == 0:
+        return torch.zeros(rows, dtype=torch.bool, device=starts.device)
+    sequence, offset = row_coordinates(starts, rows)
+    return (offset >= 0) & (offset < lens.long()[sequence])
+
+
+def _seen_mask(
+    starts: Tensor, lens: Tensor, others: Tensor, left: int | None, right: int | None, bottom_right: bool, rows: int
+) -> Tensor:
+    """bool [rows]: rows of the subset that pair with at least one position on the other side of the band."""
+    if lens.numel() == 0:
+        return torch.zeros(rows, dtype=torch.bool, device=starts.device)
+    sequence, offset = row_coordinates(starts, rows)
+    length, other = lens.long()[sequence], others.long()[sequence]
+    shifted = offset + (other - length if bottom_right else 0)
+    low = torch.zeros_like(shifted) if left is None else (shifted - left).clamp(min=0)
+    high = other - 1 if right is None else torch.minimum(shifted + right, other - 1)
+    return (offset >= 0) & (offset < length) & (low <= high)
+
+
+def _zero_where(keep: Tensor, *tensors: Tensor) -> None:
+    for tensor in tensors:
+        tensor.masked_fill_(~keep.view(-1, *[1] * (tensor.dim() - 1)), 0)
+
+
+# ------------------------------------------------------------------------------------------------------------- what is fixed
+def fill_outside_forward(out: Tensor, lse: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """out = 0 and lse = -inf at rows that belong to no sequence. out [T, H, D], lse [H, T], starts [N + 1], lens [P, N]."""
+    rows, num_seqs = out.shape[0], lens.shape[1]
+    if rows == 0:
+        return
+    if uses_triton(out):
+        _launch_fill((out, out), lse, starts, lens, lens, None, lens.shape[0], (0, 0), None)
+        return
+    inside = subset_row_mask(starts, lens.sum(0), rows) if num_seqs else torch.zeros(rows, dtype=torch.bool, device=out.device)
+    _zero_where(inside, out)
+    lse.masked_fill_(~inside, float("-inf"))
+
+
+def fill_outside_backward(
+    dq: Tensor, dk: Tensor, dv: Tensor, starts_q: Tensor, lens_q: Tensor, starts_kv: Tensor, lens_kv: Tensor
+) -> None:
+    """dq, dk and dv = 0 at rows that belong to no sequence. lens [P, N]."""
+    if uses_triton(dq):
+        if dq.shape[0] or dk.shape[0]:
+            second = (dk, dv, starts_kv, lens_kv, lens_kv)
+            _launch_fill((dq, dq), None, starts_q, lens_q, lens_q, second, lens_q.shape[0], (0, 0), None)
+        return
+    _zero_where(subset_row_mask(starts_q, lens_q.sum(0), dq.shape[0]), dq)
+    _zero_where(subset_row_mask(starts_kv, lens_kv.sum(0), dk.shape[0]), dk, dv)
+
+
+def fill_keyless_rows(call: ForwardCall) -> None:
+    """out = 0 and lse = -inf at rows of the call's subset that see no key. For kernels that leave them unwritten or wrong."""
+    out, lse, band = call.out, call.lse, call.band
+    if uses_triton(out):
+        if out.shape[0]:
+            _launch_fill((out, out), lse, call.starts_q, call.seqused_q, call.seqused_kv, None, 1, _sides(band), band)
+        return
+    seen = _seen_mask(call.starts_q, call.seqused_q, call.seqused_kv, band.left, band.right, band.bottom_right, out.shape[0])
+    keep = seen | ~subset_row_mask(call.starts_q, call.seqused_q, out.shape[0])
+    _zero_where(keep, out)
+    lse.masked_fill_(~keep, float("-inf"))
+
+
+def fill_unseen_grads(call: BackwardCall) -> None:
+    """dq = 0 at rows of the subset that see no key, dk = dv = 0 at keys that no row sees."""
+    (dq, dk, dv), band = call.grads, call.band
+    if uses_triton(dq):
+        if dq.shape[0] or dk.shape[0]:
+            second = (dk, dv, call.starts_kv, call.seqused_kv, call.seqused_q)
+            _launch_fill((dq, dq), None, call.starts_q, call.seqused_q, call.seqused_kv, second, 1, _sides(band), band)
+        return
+    for tensors, starts, lens, others, left, right in (
+        ((dq,), call.starts_q, call.seqused_q, call.seqused_kv, band.left, band.right),
+        ((dk, dv), call.starts_kv, call.seqused_kv, call.seqused_q, band.right, band.left),
+    ):
+        rows = tensors[0].shape[0]
+        seen = _seen_mask(starts, lens, others, left, right, band.bottom_right, rows)
+        _zero_where(seen | ~subset_row_mask(starts, lens, rows), *tensors)
+
+
+def _sides(band: Band) -> tuple[int, int]:
+    from .kernels.rows import UNBOUNDED
+
+    return (UNBOUNDED if band.left is None else band.left, UNBOUNDED if band.right is None else band.right)
+
+
+def _launch_fill(
+    first: tuple[Tensor, Tensor],
+    lse: Tensor | None,
+    starts: Tensor,
+    lens: Tensor,
+    others: Tensor,
+    second: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None,
+    num_policies: int,
+    sides: tuple[int, int],
+    band: Band | None,
+) -> None:
+    from .kernels import rows as kernels
+
+    a, b = first
+    num_seqs = lens.shape[-1]
+    c, d, starts2, lens2, others2 = second if second is not None else (a, a, starts, lens, others)
+    args = (
+        a, b, a if lse is None else lse, starts, lens, others, c, d, starts2, lens2, others2,
+        a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], a.shape[1], a.shape[0],
+        c.shape[1] * c.shape[2], d.shape[1] * d.shape[2], c.shape[0], num_seqs, num_policies, *sides,
+    )  # fmt: skip
+    grid = (num_seqs + (band is None), _splits(max(a.shape[0], c.shape[0])), 1 if second is None else 2)
+    if grid[0] == 0:
+        return
+    bottom_right = band is not None and band.bottom_right
+    constexprs = (band is not None, bottom_right, False, lse is not None, grid[2], 2048)
+    kernels.fill(grid, args, constexprs, a.device)
+
+
+# ------------------------------------------------------------------------------------------------------- one subset's rows
+def select_rows(pairs: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lens: Tensor) -> None:
+    """Copies the rows of the sequences (starts [N + 1], lens [N]) of each (dst, src) pair of contiguous [T, ...] tensors.
+
+    At most three pairs, all over the same rows.
+    """
+    rows = pairs[0][0].shape[0]
+    if rows == 0 or lens.numel() == 0:
+        return
+    if uses_triton(pairs[0][0]):
+        from .kernels import rows as kernels
+
+        filled = [*pairs, *[pairs[0]] * (3 - len(pairs))]
+        widths = [dst[0].numel() for dst, _ in pairs] + [0] * (3 - len(pairs))
+        args = tuple(tensor for pair in filled for tensor in pair) + (starts, lens, lens.numel())
+        grid = (lens.numel(), min(256, max(1, rows // 16)), 1)
+        kernels.copy(grid, args, (*widths, 4096), starts.device)
+        return
+    mask = subset_row_mask(starts, lens, rows)
+    for dst, src in pairs:
+        dst.copy_(torch.where(mask.view(-1, *[1] * (dst.dim() - 1)), src, dst))
+
+
+def select_lse(dst: Tensor, src: Tensor, starts: Tensor, lens: Tensor) -> None:
+    """:func:`select_rows` for [H, T] log-sum-exps; +inf, FlashAttention 2's mark of a keyless row, becomes -inf."""
+    if dst.numel() == 0 or lens.numel() == 0:
+        return
+    if uses_triton(dst):
+        from .kernels import rows as kernels
+
+        kernels.copy_lse((lens.numel(), dst.shape[0], 1), (dst, src, starts, lens, dst.shape[1]), (1024,), dst.device)
+        return
+    mask = subset_row_mask(starts, lens, dst.shape[1])
+    dst.copy_(torch.where(mask, torch.where(src == float("inf"), float("-inf"), src), dst))
+
+
+def normalize_lse(lse: Tensor) -> None:
+    """+inf becomes -inf, in place."""
+    torch.where(lse == float("inf"), float("-inf"), lse, out=lse)

@@ -1,0 +1,416 @@
+"""Which backend, whether to pad, which dispatch: refusals, then a rank. The answer is plain ints and, for people, reasons."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import environment, masks, plan as plans, ranks
+from .backends import BACKEND_NAMES, backend_number, get_backend
+from .masks import Band
+from .params import AttentionParams
+
+logger = logging.getLogger("te_attn_ops")
+_MEMO_CAPACITY = 1024
+
+
+class NoBackendError(ValueError):
+    """No backend can run the call, native or padded. The message holds every reason."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One way to run a call.
+
+    Attributes:
+        backend: its name.
+        head_dim_padded: the common width that q, k and v are padded to; 0 if they are not.
+        dispatch: padded (in place), single_launch or grouped.
+        policies: which of the call's policies it was asked for.
+        refusals: why it cannot; empty if it can.
+        rank: expected duration, lower is better (static, arbitrary units); None if refused.
+        ms: measured duration, where selection is measured.
+    """
+
+    backend: str
+    head_dim_padded: int
+    dispatch: str
+    policies: tuple[int, ...]
+    refusals: tuple[str, ...] = ()
+    rank: float | None = None
+    ms: float | None = None
+
+    @property
+    def accepted(self) -> bool:
+        return not self.refusals
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a choice is made for: one shape class, the caller's overrides and the environment."""
+
+    params: AttentionParams
+    backend: str | None = None
+    pad_head_dim: bool | None = None
+    dispatch: str = "auto"
+    selection: str = "static"
+    env: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The choice. ``backends`` holds one name per policy."""
+
+    request: Request
+    dispatch: str
+    head_dim_padded: int
+    backends: tuple[str, ...]
+    candidates: tuple[Candidate, ...] = field(compare=False)
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What the traced code gets: dispatch, width, then a backend number per policy."""
+        return (plans.DISPATCH_NUMBERS[self.dispatch], self.head_dim_padded, *[backend_number(name) for name in self.backends])
+
+
+# ------------------------------------------------------------------------------------------------------------------ probing
+@dataclass
+class _Option:
+    """A complete way to run all policies: one width, one dispatch, a backend for each."""
+
+    cost: float
+    head_dim_padded: int
+    dispatch: str
+    backends: tuple[str, ...]
+
+
+def _environment_refusals(name: str, env: tuple[bytes, ...]) -> tuple[str, ...]:
+    snapshot = environment.Environment(*env)
+    return tuple(f"disabled by {switch}=0" for switch in get_backend(name).switches if snapshot.disabled(switch))
+
+
+def _refusals(name: str, p: AttentionParams, request: Request) -> tuple[str, ...]:
+    backend = get_backend(name)
+    if backend.version() is None:
+        return ("not installed",)
+    if request.backend is None:
+        reasons = _environment_refusals(name, request.env)
+        if reasons:
+            return reasons
+    return tuple(backend.refusals(p))
+
+
+def _probe_widths(request: Request) -> list[int]:
+    """0 for native, and the padded width where padding would change anything."""
+    p = request.params
+    widths = [] if request.pad_head_dim is True else [0]
+    if request.pad_head_dim is not False and p.padded_width != min(p.head_dim_qk, p.head_dim_v):
+        widths.append(p.padded_width)
+    return widths or [0]
+
+
+def probe(request: Request) -> tuple[tuple[Candidate, ...], tuple[_Option, ...]]:
+    """Asks every backend, native and padded. Pure but for what the backends' libraries do."""
+    candidates: list[Candidate] = []
+    options: list[_Option] = []
+    for width in _probe_widths(request):
+        _probe_width(request, width, candidates, options)
+    return tuple(candidates), tuple(options)
+
+
+def _probe_width(request: Request, width: int, candidates: list[Candidate], options: list[_Option]) -> None:
+    native = request.params
+    p = native.padded_to(width) if width else native
+    widths = (native.head_dim_qk, native.head_dim_v)
+    names = BACKEND_NAMES if request.backend is None else (request.backend,)
+    dispatches = _dispatches(request)
+    in_place = "grouped" if "grouped" in dispatches else "padded"
+    best: list[tuple[float, str] | None] = [None] * len(native.bands)
+    for name in names:
+        if get_backend(name).single_launch:
+            if "single_launch" in dispatches:
+                _probe_single_launch(request, name, p, width, candidates, options)
+            continue
+        if in_place not in dispatches:
+            continue
+        for index, policies in _distinct_bands(p.bands).items():
+            reasons = _refusals(name, _in_place_params(p, p.bands[index], in_place), request)
+            cost = None if reasons else ranks.static_cost(name, p, bool(width), widths)
+            candidates.append(Candidate(name, width, in_place, policies, reasons, cost))
+            for policy in policies:
+                if cost is not None and (best[policy] is None or cost < best[policy][0]):  # type: ignore[index]
+                    best[policy] = (cost, name)
+    chosen = [entry for entry in best if entry is not None]
+    if best and len(chosen) == len(best):
+        cost = sum(entry[0] for entry in chosen) / len(chosen)
+        if in_place == "padded":
+            cost *= _padded_overhead(len(chosen))
+        options.append(_Option(cost, width, in_place, tuple(entry[1] for entry in chosen)))
+
+
+def _padded_overhead(num_policies: int) -> float:
+    return 1.0 + 0.02 * (num_policies - 1)
+
+
+def _dispatches(request: Request) -> tuple[str, ...]:
+    if request.dispatch == "auto":
+        return ("padded", "single_launch")
+    return (request.dispatch,)
+
+
+def _distinct_bands(bands: tuple[Band, ...]) -> dict[int, tuple[int, ...]]:
+    """First index of each band and every policy that has it: equal bands are asked once."""
+    groups: dict[Band, list[int]] = {}
+    for index, band in enumerate(bands):
+        groups.setdefault(band, []).append(index)
+    return {indices[0]: tuple(indices) for indices in groups.values()}
+
+
+def _in_place_params(p: AttentionParams, band: Band, dispatch: str) -> AttentionParams:
+    changes: dict[str, Any] = {"bands": (band,)}
+    if dispatch == "grouped":
+        # A compacted subset has no gaps.
+        changes["has_gaps"] = False
+    return p.replace(**changes)
+
+
+def _probe_single_launch(
+    request: Request, name: str, p: AttentionParams, width: int, candidates: list[Candidate], options: list[_Option]
+) -> None:
+    reasons = _refusals(name, p, request)
+    policies = tuple(range(len(p.bands)))
+    cost = None
+    if not reasons:
+        widths = (request.params.head_dim_qk, request.params.head_dim_v)
+        cost = ranks.single_launch_cost(p, ranks.static_cost("flash4", p, bool(width), widths))
+        options.append(_Option(cost, width, "single_launch", (name,) * len(policies)))
+    candidates.append(Candidate(name, width, "single_launch", policies, reasons, cost))
+
+
+def choose(options: tuple[_Option, ...]) -> _Option | None:
+    """The cheapest; native wins ties, since padding must be strictly better."""
+    return min(options, key=lambda option: (option.cost, option.head_dim_padded != 0), default=None)
+
+
+def _measure(request: Request, candidates: tuple[Candidate, ...], options: tuple[_Option, ...]) -> tuple[Any, Any]:
+    from . import measure
+
+    return measure.rank(request, candidates, options)
+
+
+def _select(request: Request) -> Selection:
+    candidates, options = probe(request)
+    if request.selection == "measured" and len(options) > 0:
+        candidates, options = _measure(request, candidates, options)
+    best = choose(options)
+    if best is None:
+        raise NoBackendError(describe_failure(request, candidates))
+    return Selection(request, best.dispatch, best.head_dim_padded, best.backends, candidates)
+
+
+def describe_failure(request: Request, candidates: tuple[Candidate, ...]) -> str:
+    p = request.params
+    asked = []
+    if request.backend is not None:
+        asked.append(f"backend={request.backend!r}")
+    if request.pad_head_dim is not None:
+        asked.append(f"pad_head_dim={request.pad_head_dim}")
+    if request.dispatch != "auto":
+        asked.append(f"thd_attention_policy_dispatch={request.dispatch!r}")
+    what = f" with {', '.join(asked)}" if asked else ""
+    lines = [f"no attention backend can run head_dim_qk={p.head_dim_qk}, head_dim_v={p.head_dim_v}, {p.dtype}{what}:"]
+    for candidate in candidates:
+        width = f"padded to {candidate.head_dim_padded}" if candidate.head_dim_padded else "native widths"
+        for reason in candidate.refusals:
+            lines.append(f"  {candidate.backend} ({width}, {candidate.dispatch}): {reason}")
+    if not candidates:
+        lines.append(f"  {request.backend or 'no backend'} does not offer this dispatch")
+    return "\n".join(lines)
+
+
+# --------------------------------------------------------------------------------------------------------------------- memo
+class _Memo:
+    """Choices by request: bounded, thread-safe. A request is probed once, whatever comes between two calls of it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._entries: OrderedDict[Request, Selection] = OrderedDict()
+        self.probes = 0
+
+    def get(self, request: Request) -> Selection:
+        found = self._entries.get(request)
+        if found is not None:
+            return found
+        with self._lock:
+            found = self._entries.get(request)
+            if found is None:
+                found = self._probe(request)
+                self._entries[request] = found
+                while len(self._entries) > _MEMO_CAPACITY:
+                    self._entries.popitem(last=False)
+            return found
+
+    def _probe(self, request: Request) -> Selection:
+        if request.params.device_type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "this attention shape was not seen before the CUDA graph capture began: probing and building kernels is not possible "
+                "during capture. Run one warm-up step with the same shapes first"
+            )
+        self.probes += 1
+        selection = _select(request)
+        _announce(selection)
+        return selection
+
+    def refresh(self) -> bool:
+        """Probes every known request again. True if an answer changed."""
+        with self._lock:
+            known = list(self._entries.items())
+            self._entries.clear()
+            changed = False
+            for request, before in known:
+                try:
+                    self._entries[request] = self._probe(request)
+                    changed |= self._entries[request] != before
+                except NoBackendError:
+                    changed = True
+            return changed
+
+    def clear(self) -> None:
+        with self._lock:
+            self._entries.clear()
+
+
+_MEMO = _Memo()
+_ON_INVALIDATE: list[Callable[[], None]] = []
+
+
+def select(request: Request) -> Selection:
+    """The choice for a request, from the memo or by probing.
+
+    Raises:
+        NoBackendError: with the reasons of both probes.
+    """
+    return _MEMO.get(request)
+
+
+def probe_count() -> int:
+    """How many requests have been probed in this process."""
+    return _MEMO.probes
+
+
+def invalidate() -> bool:
+    """Looks again at the packages, the device and every choice made so far; call it after a driver or package change, or where
+    TransformerEngine's code would set ``backend_selection_requires_update``. Environment variables need no call: they are part of
+    each choice's key.
+
+    Returns whether an answer changed; only then compiled functions choose (and compile) again. A captured CUDA graph is beyond
+    its reach.
+    """
+    environment.forget()
+    for action in _ON_INVALIDATE:
+        action()
+    changed = _MEMO.refresh()
+    _fast.clear()
+    if changed:
+        environment.raise_generation()
+    return changed
+
+
+def on_invalidate(action: Callable[[], None]) -> None:
+    """Registers a cache to be dropped by :func:`invalidate`."""
+    _ON_INVALIDATE.append(action)
+
+
+def _announce(selection: Selection) -> None:
+    p = selection.request.params
+    width = f", padded to {selection.head_dim_padded}" if selection.head_dim_padded else ""
+    logger.info(
+        "head_dim_qk=%d head_dim_v=%d %s training=%s: %s%s, %s",
+        p.head_dim_qk,
+        p.head_dim_v,
+        str(p.dtype).removeprefix("torch."),
+        p.is_training,
+        "/".join(dict.fromkeys(selection.backends)),
+        width,
+        selection.dispatch,
+    )
+    if p.device_type == "cuda" and "unfused" in selection.backends and selection.request.backend is None:
+        reasons = "; ".join(f"{c.backend}: {c.refusals[0]}" for c in selection.candidates if c.refusals)
+        masks.warn_once((f"attention runs unfused on a GPU, which is slow, because no kernel takes it ({reasons})",), stacklevel=6)
+
+
+# ------------------------------------------------------------------------------------------------- the form that is traced
+_fast: dict[tuple[Any, ...], tuple[int, ...]] = {}
+
+
+@torch.compiler.assume_constant_result
+def select_numbers(
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    bands: tuple[tuple[int, int, int], ...],
+    max_seqlen: tuple[int, int],
+    flags: int,
+    has_gaps: bool,
+    static_membership: bool,
+    single_launch_plan: bool,
+    backend: str | None,
+    pad_head_dim: bool | None,
+    dispatch: str,
+    selection: str,
+    env: tuple[bytes, ...],
+    generation: str,
+) -> tuple[int, ...]:
+    """:func:`select` from plain values to plain ints: what Dynamo can take for a constant. ``generation`` is there to be guarded."""
+    key = (
+        dtype, device, heads, head_dims, bands, max_seqlen, flags, has_gaps, static_membership, single_launch_plan, backend,
+        pad_head_dim, dispatch, selection, env,
+    )  # fmt: skip
+    numbers = _fast.get(key)
+    if numbers is None:
+        params = AttentionParams(
+            dtype=dtype,
+            device_type=device.type,
+            sm=environment.compute_capability(_index(device)) if device.type == "cuda" else 0,
+            num_heads=heads[0],
+            num_gqa_groups=heads[1],
+            head_dim_qk=head_dims[0],
+            head_dim_v=head_dims[1],
+            bands=tuple(Band(None if b[0] < 0 else b[0], None if b[1] < 0 else b[1], bool(b[2])) for b in bands),
+            max_seqlen_q=max_seqlen[0],
+            max_seqlen_kv=max_seqlen[1],
+            equal_lengths=bool(flags & plans.EQUAL_LENGTHS),
+            has_gaps=has_gaps,
+            is_training=bool(flags & plans.TRAINING),
+            deterministic=bool(flags & plans.DETERMINISTIC),
+            return_max_logit=bool(flags & plans.MAX_LOGIT),
+            static_membership=static_membership,
+            single_launch_plan=single_launch_plan,
+            device_index=_index(device) if device.type == "cuda" else -1,
+        )
+        numbers = select(Request(params, backend, pad_head_dim, dispatch, selection, env)).numbers
+        if len(_fast) >= _MEMO_CAPACITY:
+            _fast.clear()
+        _fast[key] = numbers
+    return numbers
+
+
+def _index(device: torch.device) -> int:
+    return device.index if device.index is not None else torch.cuda.current_device()
+
+
+def should_pad_qkv_head_dim(params: AttentionParams, invalidate_cache: bool = False) -> bool:
+    """Whether q, k and v should be padded to one width for ``params``: only where that selects a strictly better kernel.
+
+    ``invalidate_cache`` looks at the packages and the device again first, as the flag of TransformerEngine's function does.
+    """
+    if invalidate_cache:
+        invalidate()
+    return select(Request(params, env=environment.snapshot())).head_dim_padded != 0
