@@ -4,7 +4,7 @@ from .attention import thd_attention
 from .masks import Band
 from .packing import PackedCapacity, pad_packed_batch, validate_packed
 from .params import AttentionParams
-from .policies import AttentionPolicy, PreparedPolicies, prepare_thd_policies
+from .policies import AttentionPolicy, PlanSpec, PreparedPolicies, prepare_thd_policies, refresh_thd_policies
 from .selection import NoBackendError, Selection, invalidate, should_pad_qkv_head_dim
 
 __version__ = "0.1.0"
@@ -14,11 +14,13 @@ __all__ = [
     "Band",
     "NoBackendError",
     "PackedCapacity",
+    "PlanSpec",
     "PreparedPolicies",
     "Selection",
     "invalidate",
     "pad_packed_batch",
     "prepare_thd_policies",
+    "refresh_thd_policies",
     "should_pad_qkv_head_dim",
     "thd_attention",
     "validate_packed",

@@ -3,12 +3,11 @@ constant for the graph, the routing, one op."""
 
 from __future__ import annotations
 
-import bisect
 import operator
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import environment, ops, packing, plan as plans, policies as policy_module, rows, selection
 from .masks import Band, resolve_mask, warn_once
-from .params import SEQLEN_BUCKETS
+from .params import SEQLEN_BUCKETS, seqlen_bucket
 from .policies import DISPATCHES, PreparedPolicies, prepare_thd_policies
 
 PolicyList = Sequence[Mapping[str, Any]]
@@ -89,39 +88,25 @@ def thd_attention(
     """
     _check_qkv(q, k, v)
     pack = packing.make_packing(q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-    _check_options(thd_attention_policy_dispatch, thd_attention_policies, selection)
-    prepared = _prepared(thd_attention_policies, attn_mask_type, window_size, pack)
-    bands = _bands(prepared, attn_mask_type, window_size, bottom_right_diagonal)
+    prepared = None
+    if thd_attention_policies is not None:
+        prepared = _prepared(thd_attention_policies, attn_mask_type, window_size, pack)
     bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
-
-    equal_lengths = pack.equal_lengths or (prepared is not None and prepared.equal_lengths)
-    if prepared is not None and len(bands) == 1 and thd_attention_policy_dispatch != "grouped":
-        prepared = None if not prepared.mutable else prepared
-    bands = _canonical(bands, equal_lengths)
     is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    env = environment.snapshot()
-    flags = _flags(deterministic, env, return_max_logit, prepared, pack, equal_lengths, is_training)
-    plan_tensors = _single_launch_plan(prepared, q, k, v, bands, is_training)
-    numbers = selection_numbers(
-        q, k, v, bands, bucket, flags, pack, prepared, plan_tensors, backend, pad_head_dim, thd_attention_policy_dispatch, selection, env
-    )
+    mask = (attn_mask_type, window_size, bottom_right_diagonal)
+    options = (thd_attention_policy_dispatch, backend, pad_head_dim, selection, deterministic, return_max_logit)
+    decide = _decide if torch.compiler.is_compiling() else _decide_eager
+    decision = decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
 
     if sanitize_padding:
         q, k, v, real_rows = _sanitize(q, k, v, pack)
     head_dim_v = v.shape[2]
     scale = float(softmax_scale) if softmax_scale is not None else operator.index(q.shape[2]) ** -0.5
-    dispatch, width = numbers[0], numbers[1]
-    if width and torch.compiler.is_compiling():
-        # Outside the op Inductor may fuse the pad into the producer; in eager the op pads inside, and autograd saves less.
-        q, k, v = _pad(q, width), _pad(k, width), _pad(v, width)
-        width = 0
-    if dispatch == plans.PADDED and prepared is None and not pack.has_gaps:
-        flags |= plans.PLAIN_CU_SEQLENS
-    plan = plans.encode(flags, dispatch, width, bands, numbers[2:])
-    geometry = _subsets(pack, prepared, len(bands))
+    if decision.pad_outside:
+        q, k, v = (_pad(x, decision.pad_outside) for x in (q, k, v))
+    geometry = _subsets(pack, prepared if decision.routed else None, decision.num_policies)
     op = ops.attention if is_training else ops.attention_forward
-    single_launch = plan_tensors if dispatch == plans.SINGLE_LAUNCH else []
-    out, lse, max_logit = op(q, k, v, *geometry, single_launch, bound_q, bound_kv, scale, plan)
+    out, lse, max_logit = op(q, k, v, *geometry, decision.single_launch, bound_q, bound_kv, scale, decision.plan)
     if out.shape[2] != head_dim_v:
         out = out[..., :head_dim_v]
     if sanitize_padding:
@@ -168,10 +153,8 @@ def _check_options(dispatch: str, policies: object, selection_mode: str | None) 
 
 
 def _prepared(
-    policies: PreparedPolicies | PolicyList | None, attn_mask_type: str | None, window_size: object, pack: packing.Packing
-) -> PreparedPolicies | None:
-    if policies is None:
-        return None
+    policies: PreparedPolicies | PolicyList, attn_mask_type: str | None, window_size: object, pack: packing.Packing
+) -> PreparedPolicies:
     for name, value in (("attn_mask_type", attn_mask_type), ("window_size", window_size)):
         if value is not None:
             raise ValueError(f"{name}={value!r} cannot stand beside thd_attention_policies: each policy names its own")
@@ -251,10 +234,6 @@ def _bands(
     return (resolved.band,)
 
 
-def _canonical(bands: tuple[Band, ...], equal_lengths: bool) -> tuple[Band, ...]:
-    return tuple([band.canonical(equal_lengths) for band in bands])
-
-
 def _max_seqlens(pack: packing.Packing, max_seqlen_q: int | None, max_seqlen_kv: int | None) -> tuple[int, int, tuple[int, int]]:
     """The bounds that the op gets, and the buckets that the choice is made for. Under compile they are the same, so that a batch
     within a bucket neither recompiles nor records another CUDA graph."""
@@ -271,11 +250,7 @@ def _max_seqlens(pack: packing.Packing, max_seqlen_q: int | None, max_seqlen_kv:
         bucket_q = _traced_bucket(max_seqlen_q)
         bucket_kv = bucket_q if max_seqlen_kv is max_seqlen_q else _traced_bucket(max_seqlen_kv)
         return bucket_q, bucket_kv, (bucket_q, bucket_kv)
-    return max_seqlen_q, max_seqlen_kv, (_bucket(max_seqlen_q), _bucket(max_seqlen_kv))
-
-
-def _bucket(length: int) -> int:
-    return SEQLEN_BUCKETS[min(bisect.bisect_left(SEQLEN_BUCKETS, length), len(SEQLEN_BUCKETS) - 1)]
+    return max_seqlen_q, max_seqlen_kv, (seqlen_bucket(max_seqlen_q), seqlen_bucket(max_seqlen_kv))
 
 
 def _traced_bucket(length: Any) -> int:
@@ -315,7 +290,6 @@ def _flags(
     env: tuple[bytes, ...],
     return_max_logit: bool,
     prepared: PreparedPolicies | None,
-    pack: packing.Packing,
     equal_lengths: bool,
     is_training: bool,
 ) -> int:
@@ -333,37 +307,55 @@ def _flags(
     return flags
 
 
-def selection_numbers(
+class _Decision(NamedTuple):
+    """All that a call does differently from another of the same geometry."""
+
+    plan: list[int]
+    num_policies: int
+    routed: bool  # by the policies' index; False where one policy holds every sequence
+    single_launch: list[Tensor]
+    pad_outside: int  # the width that q, k and v are padded to before the op; 0 for none
+
+
+_Mask = tuple[Any, Any, Any]
+_Options = tuple[Any, ...]
+
+
+def _decide(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    bands: tuple[Band, ...],
-    bucket: tuple[int, int],
-    flags: int,
     pack: packing.Packing,
     prepared: PreparedPolicies | None,
-    plan_tensors: list[Tensor],
-    backend: str | None,
-    pad_head_dim: bool | None,
-    dispatch: str,
-    selection_mode: str | None,
-    env: tuple[bytes, ...],
-) -> tuple[int, ...]:
-    """Reduces a call to constants and asks for the choice. Widths and head counts go through ``operator.index``: a symbolic one
-    cannot enter a constant function, and each is a property of the model."""
+    bucket: tuple[int, int],
+    is_training: bool,
+    mask: _Mask,
+    options: _Options,
+) -> _Decision:
+    """Reduces a call to constants, asks for the choice and writes it down. Widths and head counts go through ``operator.index``: a
+    symbolic one cannot enter a constant function, and each is a property of the model."""
+    dispatch, backend, pad_head_dim, selection_mode, deterministic, return_max_logit = options
+    _check_options(dispatch, prepared, selection_mode)
+    equal_lengths = pack.equal_lengths or (prepared is not None and prepared.equal_lengths)
+    bands = tuple([band.canonical(equal_lengths) for band in _bands(prepared, *mask)])
+    env = environment.snapshot()
+    flags = _flags(deterministic, env, return_max_logit, prepared, equal_lengths, is_training)
+    heads = (operator.index(q.shape[1]), operator.index(k.shape[1]))
+    head_dims = (operator.index(q.shape[2]), operator.index(v.shape[2]))
+    single_launch = _single_launch_plan(prepared, q.dtype, heads, head_dims, bands, is_training)
     if selection_mode is None:
         selection_mode = "measured" if env[7] == b"measured" else "static"
-    return selection.select_numbers(
+    numbers = selection.select_numbers(
         q.dtype,
         q.device,
-        (operator.index(q.shape[1]), operator.index(k.shape[1])),
-        (operator.index(q.shape[2]), operator.index(v.shape[2])),
+        heads,
+        head_dims,
         tuple([(-1 if b.left is None else b.left, -1 if b.right is None else b.right, int(b.bottom_right)) for b in bands]),
         bucket,
         flags & ~plans.CONTIGUOUS,
         pack.has_gaps,
         prepared is None or not prepared.mutable,
-        len(plan_tensors) > 0,
+        len(single_launch) > 0,
         backend,
         pad_head_dim,
         dispatch,
@@ -371,19 +363,68 @@ def selection_numbers(
         env,
         environment.STATE.generation,
     )
+    # One policy over all sequences needs no routing, unless its members may still change.
+    routed = prepared is not None and (len(bands) > 1 or prepared.mutable)
+    if numbers[0] == plans.PADDED and not routed and not pack.has_gaps:
+        flags |= plans.PLAIN_CU_SEQLENS
+    # Outside the op Inductor may fuse the pad into the producer; in eager the op pads inside, and autograd saves less.
+    outside = numbers[1] if torch.compiler.is_compiling() else 0
+    plan = plans.encode(flags, numbers[0], 0 if outside else numbers[1], bands, numbers[2:])
+    return _Decision(plan, len(bands), routed, single_launch if numbers[0] == plans.SINGLE_LAUNCH else [], outside)
+
+
+_DECISIONS: dict[tuple[Any, ...], _Decision] = {}
+selection.on_invalidate(_DECISIONS.clear)
+
+
+def _decide_eager(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pack: packing.Packing,
+    prepared: PreparedPolicies | None,
+    bucket: tuple[int, int],
+    is_training: bool,
+    mask: _Mask,
+    options: _Options,
+) -> _Decision:
+    """:func:`_decide` once per kind of call: afterwards a tuple and a look-up. A call with single-launch plans decides each time:
+    the plan's tensors belong to its batch."""
+    key: tuple[Any, ...] | None = (
+        q.dtype, q.device, q.shape[1:], k.shape[1], v.shape[2], pack.equal_lengths, pack.has_gaps, bucket, is_training, mask, options,
+        torch.are_deterministic_algorithms_enabled(), environment.snapshot(), environment.STATE.generation,
+    )  # fmt: skip
+    if prepared is not None:
+        key = None if prepared.plans else (*key, prepared.kind)  # type: ignore[misc]
+    try:
+        found = _DECISIONS.get(key)  # type: ignore[arg-type]
+    except TypeError:  # a window given as a list
+        key = found = None
+    if found is None:
+        found = _decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
+        if key is not None:
+            if len(_DECISIONS) >= 4096:
+                _DECISIONS.clear()
+            _DECISIONS[key] = found
+    return found
 
 
 def _single_launch_plan(
-    prepared: PreparedPolicies | None, q: Tensor, k: Tensor, v: Tensor, bands: tuple[Band, ...], is_training: bool
+    prepared: PreparedPolicies | None,
+    dtype: torch.dtype,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    bands: tuple[Band, ...],
+    is_training: bool,
 ) -> list[Tensor]:
     if prepared is None:
         return []
     for plan in prepared.plans:
         spec = plan.spec
         if (
-            spec.dtype == q.dtype
-            and (spec.num_heads, spec.num_gqa_groups) == (operator.index(q.shape[1]), operator.index(k.shape[1]))
-            and (spec.head_dim_qk, spec.head_dim_v) == (operator.index(q.shape[2]), operator.index(v.shape[2]))
+            spec.dtype == dtype
+            and (spec.num_heads, spec.num_gqa_groups) == heads
+            and (spec.head_dim_qk, spec.head_dim_v) == head_dims
             and (spec.training or not is_training)
             and spec.bands == bands
         ):

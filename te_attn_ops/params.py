@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from dataclasses import dataclass
 
@@ -12,6 +13,11 @@ from .masks import Band
 # Bounds of max_seqlen that a choice (and a compiled graph) tells apart. Powers of two and the middle between them: a bound is
 # at most 1.5 times the truth, and the kernels' idle thread blocks with it.
 SEQLEN_BUCKETS = tuple(sorted({1 << e for e in range(7, 25)} | {3 << e for e in range(7, 24)}))
+
+
+def seqlen_bucket(length: int) -> int:
+    """The smallest bound that holds a length (the largest one beyond them all)."""
+    return SEQLEN_BUCKETS[min(bisect.bisect_left(SEQLEN_BUCKETS, length), len(SEQLEN_BUCKETS) - 1)]
 
 
 def round_up(value: int, multiple: int) -> int:

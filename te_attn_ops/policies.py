@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +18,7 @@ DISPATCHES = ("auto", "padded", "single_launch", "grouped")
 _KEYS = frozenset({"sequence_ids", "mask_type", "window_size", "bottom_right_diagonal"})
 _REQUIRED_KEYS = frozenset({"sequence_ids", "mask_type", "window_size"})
 ARGUMENT = "thd_attention_policies"
+SINGLE_LAUNCH_BACKEND = "cudnn_flex"
 
 
 @dataclass(frozen=True)
@@ -77,6 +80,11 @@ class PreparedPolicies:
     def num_policies(self) -> int:
         return len(self.policies)
 
+    @functools.cached_property
+    def kind(self) -> tuple[object, ...]:
+        """What a choice may depend on, as one hashable value."""
+        return (self.policies, self.mutable, self.contiguous, self.equal_lengths)
+
 
 torch.utils._pytree.register_constant(AttentionPolicy)
 torch.utils._pytree.register_constant(PlanSpec)
@@ -94,6 +102,12 @@ def prepare_thd_policies(
     mutable: bool = False,
     equal_lengths: bool = False,
     validate: bool = True,
+    attention: Any = None,
+    bottom_right_diagonal: bool | None = None,
+    total_q: int | None = None,
+    total_kv: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
 ) -> PreparedPolicies:
     """Checks a list of policies against a packed batch and routes every sequence to its policy.
 
@@ -109,6 +123,12 @@ def prepare_thd_policies(
         equal_lengths: promise that every sequence has as many query as key tokens although cu_seqlens_q and cu_seqlens_kv
             are two tensors; checked here.
         validate: also check the contents of cu_seqlens (:func:`validate_packed`).
+        attention: makes the mask plan of the single-launch backend too, where that takes the attention: a :class:`PlanSpec`, a
+            module with a ``plan_spec()`` method (ours have one), or a list of these. Without it, or where the backend refuses,
+            calls use another dispatch and ``explain`` says so.
+        bottom_right_diagonal: the default that the calls will use, for policies that name none.
+        total_q, total_kv: rows of q and of k/v, for the plan; default the end of the last slot.
+        max_seqlen_q, max_seqlen_kv: bounds in tokens, for the plan and its later refreshes; default the longest sequence.
 
     Raises:
         TypeError, ValueError: naming the policy, the key, the value seen and what would be right.
@@ -131,13 +151,20 @@ def prepare_thd_policies(
         used = [p for p in range(len(masks)) if ids[p]] or list(range(min(1, len(masks))))
         masks = [masks[p] for p in used]
         owner = [used.index(p) for p in owner]
-    changes = sum(a != b for a, b in zip(owner, owner[1:]))
+    policy_index = torch.tensor(owner, dtype=torch.int32, device=cu_seqlens_q.device)
+    plans: list[SingleLaunchPlan] = []
+    if attention is not None and not mutable:
+        bands = tuple(
+            policy.band(bottom_right_diagonal).canonical(pack.equal_lengths or equal_lengths) for policy in masks
+        )
+        geometry = _PlanGeometry.of(pack, policy_index, bands, total_q, total_kv, max_seqlen_q, max_seqlen_kv)
+        plans = _make_plans(attention, geometry)
     return PreparedPolicies(
-        policy_index=torch.tensor(owner, dtype=torch.int32, device=cu_seqlens_q.device),
-        plans=[],
+        policy_index=policy_index,
+        plans=plans,
         policies=tuple(masks),
         mutable=mutable,
-        contiguous=not mutable and changes + 1 <= len(set(owner)),
+        contiguous=not mutable and _is_contiguous(owner),
         equal_lengths=equal_lengths,
     )
 
@@ -213,3 +240,158 @@ def _route(ids: list[list[int]], num_seqs: int) -> list[int]:
 
 def bands_of(prepared: PreparedPolicies, default_bottom_right: bool | None) -> tuple[Band, ...]:
     return tuple(policy.band(default_bottom_right) for policy in prepared.policies)
+
+
+# ------------------------------------------------------------------------------------------------------- single-launch plans
+@dataclass(frozen=True)
+class _PlanGeometry:
+    subsets: packing.Subsets
+    bands: tuple[Band, ...]
+    total_q: int
+    total_kv: int
+    max_seqlen_q: int
+    max_seqlen_kv: int
+
+    @classmethod
+    def of(
+        cls,
+        pack: packing.Packing,
+        policy_index: Tensor,
+        bands: tuple[Band, ...],
+        total_q: int | None,
+        total_kv: int | None,
+        max_seqlen_q: int | None,
+        max_seqlen_kv: int | None,
+    ) -> _PlanGeometry:
+        subsets = packing.build_subsets(
+            pack.cu_seqlens_q, pack.cu_seqlens_kv, pack.slots_q, pack.slots_kv, policy_index, len(bands)
+        )
+        if max_seqlen_q is None:
+            max_seqlen_q = packing.derive_max_seqlen("max_seqlen_q", pack.cu_seqlens_q)
+        if max_seqlen_kv is None:
+            same = pack.equal_lengths
+            max_seqlen_kv = max_seqlen_q if same else packing.derive_max_seqlen("max_seqlen_kv", pack.cu_seqlens_kv)
+        if total_q is None:
+            total_q = int(pack.slots_q[-1])
+        if total_kv is None:
+            total_kv = total_q if pack.slots_kv is pack.slots_q else int(pack.slots_kv[-1])
+        return cls(subsets, bands, total_q, total_kv, max_seqlen_q, max_seqlen_kv)
+
+    def arguments(self) -> dict[str, Any]:
+        return {**self.subsets._asdict(), "bands": self.bands, "total_q": self.total_q, "total_kv": self.total_kv}
+
+
+def _specs(attention: Any) -> list[PlanSpec]:
+    specs = []
+    for item in attention if isinstance(attention, (list, tuple)) else [attention]:
+        spec = item if isinstance(item, PlanSpec) else getattr(item, "plan_spec", None)
+        if spec is None:
+            raise TypeError(f"attention must be a PlanSpec or a module with a plan_spec() method, got {type(item).__name__}")
+        specs.append(spec if isinstance(spec, PlanSpec) else spec())
+    return list(dict.fromkeys(specs))
+
+
+def single_launch_refusals(spec: PlanSpec, geometry: Any, device: torch.device) -> tuple[str, ...]:
+    """Why the single-launch backend cannot take an attention; empty if it can."""
+    from .backends import get_backend
+    from .environment import compute_capability
+    from .params import AttentionParams
+
+    backend = get_backend(SINGLE_LAUNCH_BACKEND)
+    if backend.version() is None:
+        return ("not installed",)
+    on_cuda = device.type == "cuda"
+    index = (device.index if device.index is not None else torch.cuda.current_device()) if on_cuda else -1
+    params = AttentionParams(
+        dtype=spec.dtype,
+        device_type=device.type,
+        sm=compute_capability(index) if on_cuda else 0,
+        num_heads=spec.num_heads,
+        num_gqa_groups=spec.num_gqa_groups,
+        head_dim_qk=spec.head_dim_qk,
+        head_dim_v=spec.head_dim_v,
+        bands=geometry.bands,
+        max_seqlen_q=geometry.max_seqlen_q,
+        max_seqlen_kv=geometry.max_seqlen_kv,
+        is_training=spec.training,
+        single_launch_plan=True,
+        device_index=index,
+    )
+    return tuple(backend.refusals(params))
+
+
+def _make_plans(attention: Any, geometry: _PlanGeometry) -> list[SingleLaunchPlan]:
+    from .backends import get_backend
+
+    backend: Any = get_backend(SINGLE_LAUNCH_BACKEND)
+    plans = []
+    for spec in _specs(attention):
+        if single_launch_refusals(spec, geometry, geometry.subsets.starts_q.device):
+            continue
+        tensors = backend.make_plan(
+            **geometry.arguments(),
+            max_seqlen_q=geometry.max_seqlen_q,
+            max_seqlen_kv=geometry.max_seqlen_kv,
+            dtype=spec.dtype,
+            num_heads=spec.num_heads,
+            num_gqa_groups=spec.num_gqa_groups,
+            head_dim_qk=spec.head_dim_qk,
+            head_dim_v=spec.head_dim_v,
+            training=spec.training,
+        )
+        plans.append(SingleLaunchPlan(tensors, dataclasses.replace(spec, bands=geometry.bands)))
+    return plans
+
+
+def refresh_thd_policies(
+    prepared: PreparedPolicies,
+    policies: Sequence[Mapping[str, Any]],
+    cu_seqlens_q: Tensor,
+    cu_seqlens_kv: Tensor | None = None,
+    *,
+    cu_seqlens_q_padded: Tensor | None = None,
+    cu_seqlens_kv_padded: Tensor | None = None,
+    total_q: int | None = None,
+    total_kv: int | None = None,
+) -> None:
+    """Writes a new partition (and geometry) of as many sequences into ``prepared``'s tensors, so that graphs captured with it
+    follow. Eager; order it, on the current stream, before the replays and after those that still read the old contents.
+
+    The masks must be the same, in the same order. cu_seqlens that a graph reads must be refilled by the caller.
+
+    Raises:
+        ValueError: other masks, another number of sequences, or a single-launch plan that does not fit the old one's tensors:
+            then prepare anew and capture again. ``prepared`` is as it was.
+    """
+    fresh = prepare_thd_policies(
+        policies,
+        cu_seqlens_q,
+        cu_seqlens_kv,
+        cu_seqlens_q_padded=cu_seqlens_q_padded,
+        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
+        mutable=True,
+    )
+    if fresh.policies != prepared.policies:
+        raise ValueError(f"{ARGUMENT} must hold the masks that were prepared, {prepared.policies}; got {fresh.policies}")
+    if fresh.policy_index.shape != prepared.policy_index.shape:
+        raise ValueError(
+            f"{ARGUMENT} was prepared for {prepared.policy_index.shape[0]} sequences, got {fresh.policy_index.shape[0]}: see pad_packed_batch"
+        )
+    if prepared.contiguous and not _is_contiguous(fresh.policy_index.tolist()):
+        raise ValueError(
+            f"{ARGUMENT} was prepared with each policy's sequences in one run, which kernels rely on; the new partition has none: "
+            "prepare with mutable=True, or anew"
+        )
+    if prepared.plans:
+        from .backends import get_backend
+
+        backend: Any = get_backend(SINGLE_LAUNCH_BACKEND)
+        pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+        for plan in prepared.plans:
+            geometry = _PlanGeometry.of(pack, fresh.policy_index, plan.spec.bands, total_q, total_kv, 0, 0)
+            backend.refresh_plan(plan.tensors, **geometry.arguments(), dtype=plan.spec.dtype)
+    prepared.policy_index.copy_(fresh.policy_index)
+
+
+def _is_contiguous(owner: list[int]) -> bool:
+    return sum(a != b for a, b in zip(owner, owner[1:])) + 1 <= len(set(owner)) or not owner

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -373,33 +374,84 @@ def select_numbers(
         dtype, device, heads, head_dims, bands, max_seqlen, flags, has_gaps, static_membership, single_launch_plan, backend,
         pad_head_dim, dispatch, selection, env,
     )  # fmt: skip
+    if _RECORDER.requests is not None:
+        _RECORDER.add(_request(*key))
     numbers = _fast.get(key)
     if numbers is None:
-        params = AttentionParams(
-            dtype=dtype,
-            device_type=device.type,
-            sm=environment.compute_capability(_index(device)) if device.type == "cuda" else 0,
-            num_heads=heads[0],
-            num_gqa_groups=heads[1],
-            head_dim_qk=head_dims[0],
-            head_dim_v=head_dims[1],
-            bands=tuple(Band(None if b[0] < 0 else b[0], None if b[1] < 0 else b[1], bool(b[2])) for b in bands),
-            max_seqlen_q=max_seqlen[0],
-            max_seqlen_kv=max_seqlen[1],
-            equal_lengths=bool(flags & plans.EQUAL_LENGTHS),
-            has_gaps=has_gaps,
-            is_training=bool(flags & plans.TRAINING),
-            deterministic=bool(flags & plans.DETERMINISTIC),
-            return_max_logit=bool(flags & plans.MAX_LOGIT),
-            static_membership=static_membership,
-            single_launch_plan=single_launch_plan,
-            device_index=_index(device) if device.type == "cuda" else -1,
-        )
-        numbers = select(Request(params, backend, pad_head_dim, dispatch, selection, env)).numbers
+        numbers = select(_request(*key)).numbers
         if len(_fast) >= _MEMO_CAPACITY:
             _fast.clear()
         _fast[key] = numbers
     return numbers
+
+
+def _request(
+    dtype: torch.dtype,
+    device: torch.device,
+    heads: tuple[int, int],
+    head_dims: tuple[int, int],
+    bands: tuple[tuple[int, int, int], ...],
+    max_seqlen: tuple[int, int],
+    flags: int,
+    has_gaps: bool,
+    static_membership: bool,
+    single_launch_plan: bool,
+    *overrides: Any,
+) -> Request:
+    """What the plain values of :func:`select_numbers` stand for."""
+    params = AttentionParams(
+        dtype=dtype,
+        device_type=device.type,
+        sm=environment.compute_capability(_index(device)) if device.type == "cuda" else 0,
+        num_heads=heads[0],
+        num_gqa_groups=heads[1],
+        head_dim_qk=head_dims[0],
+        head_dim_v=head_dims[1],
+        bands=tuple(Band(None if b[0] < 0 else b[0], None if b[1] < 0 else b[1], bool(b[2])) for b in bands),
+        max_seqlen_q=max_seqlen[0],
+        max_seqlen_kv=max_seqlen[1],
+        equal_lengths=bool(flags & plans.EQUAL_LENGTHS),
+        has_gaps=has_gaps,
+        is_training=bool(flags & plans.TRAINING),
+        deterministic=bool(flags & plans.DETERMINISTIC),
+        return_max_logit=bool(flags & plans.MAX_LOGIT),
+        static_membership=static_membership,
+        single_launch_plan=single_launch_plan,
+        device_index=_index(device) if device.type == "cuda" else -1,
+    )
+    return Request(params, *overrides)
+
+
+# ------------------------------------------------------------------------------------------- what a call would ask, for explain
+class Recorded(BaseException):
+    """Ends a call whose request was all that was wanted."""
+
+
+class _Recorder(threading.local):
+    requests: list[Request] | None = None
+    stop: bool = False
+
+    def add(self, request: Request) -> None:
+        assert self.requests is not None
+        self.requests.append(request)
+        if self.stop:
+            raise Recorded
+
+
+_RECORDER = _Recorder()
+
+
+@contextlib.contextmanager
+def recording(*, stop: bool) -> Iterator[list[Request]]:
+    """Collects the requests of this thread's eager calls. ``stop``: a call ends there, with :class:`Recorded`, before anything is
+    chosen or computed."""
+    before = _RECORDER.requests, _RECORDER.stop
+    requests: list[Request] = []
+    _RECORDER.requests, _RECORDER.stop = requests, stop
+    try:
+        yield requests
+    finally:
+        _RECORDER.requests, _RECORDER.stop = before
 
 
 def _index(device: torch.device) -> int:

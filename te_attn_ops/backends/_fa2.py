@@ -242,7 +242,7 @@ def probe(backend: Backend, p: AttentionParams) -> str | None:
     if compute_capability(index) != p.sm:
         return None
     gqa = p.num_heads != p.num_gqa_groups
-    for band in sorted({_representative(band, p.equal_lengths) for band in p.bands}, key=repr):
+    for band in sorted({_representative(band) for band in p.bands}, key=repr):
         widths = (p.head_dim_qk, p.head_dim_v)
         key = (backend.name, backend.version(), index, p.dtype, widths, gqa, band, p.is_training, p.deterministic)
         if key not in _PROBED:
@@ -255,10 +255,10 @@ def probe(backend: Backend, p: AttentionParams) -> str | None:
     return None
 
 
-def _representative(band: Band, equal_lengths: bool) -> Band:
-    """Full, causal or a window: those are compiled apart."""
+def _representative(band: Band) -> Band:
+    """Full, causal or a window: those are compiled apart. One sequence of equal lengths, so the alignment does not matter."""
     if band.is_full or band.is_causal:
-        return band.canonical(equal_lengths)._replace(bottom_right=True)
+        return Band(band.left, band.right, True)
     return Band(1, 1, True)
 
 
@@ -275,9 +275,10 @@ def _try_once(backend: Backend, p: AttentionParams, band: Band, gqa: bool, index
             torch.cuda.current_stream(device).synchronize()
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # whatever a foreign library raises: it cannot run this
+        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises, it cannot run this
             message = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            return f"its installed build failed on a trial of {band.describe()}, {p.dtype}, width {p.head_dim_qk}: {message[:200]}"
+            tried = f"{band.describe()}, {str(p.dtype).removeprefix('torch.')}, width {p.head_dim_qk}"
+            return f"its installed build failed on a trial of {tried}: {message[:200]}"
     return None
 
 

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..environment import package_version, version_tuple
 from ..params import AttentionParams
-from .base import BackwardCall, ForwardCall
 from ._fa2 import Fa2Backend, Grads, Launch
+from .base import BackwardCall, ForwardCall
 
 _MODULE = "flash_attn_2_cuda"
 # 2.6 brought the log-sum-exp as [heads, total_q]; before, it was padded to [batch, heads, max_seqlen_q].

@@ -21,8 +21,8 @@ import torch
 from .. import rows
 from ..environment import package_version
 from ..params import AttentionParams
-from .base import Backend, BackwardCall, ForwardCall, bottom_right_only_refusals, common_fused_refusals
 from ._fa2 import kernel_window, probe
+from .base import Backend, BackwardCall, ForwardCall, bottom_right_only_refusals, common_fused_refusals
 
 _MODULES = ("flash_attn_3._C", "flash_attn_interface", "flash_attn_3.flash_attn_interface")
 _CONFIG_MODULES = ("flash_attn_config", "flash_attn_3.flash_attn_config")

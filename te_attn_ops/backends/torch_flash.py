@@ -15,8 +15,8 @@ import torch.nn.attention
 from torch import Tensor
 
 from ..params import AttentionParams
-from .base import BackwardCall, ForwardCall
 from ._fa2 import Fa2Backend, Grads, Launch
+from .base import BackwardCall, ForwardCall
 
 
 def _deterministic_mode() -> bool:

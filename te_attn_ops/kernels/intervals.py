@@ -1,7 +1,7 @@
 """From bands to per-row key intervals, on the device: the mask that the single-launch backend's plan is built from.
 
 The mask is int32 [1, 3, T]: a query row sees the keys [0, F0) and [F1, F2) of its sequence's slot. A row whose interval starts
-at 0 is (hi, hi, hi), another one (0, lo, hi), one that sees nothing (0, 0, 0): the endpoints never descend, as the library wants.
+at 0 is (hi, hi, hi), another one (0, lo, hi), one that sees nothing (0, 0, 0): endpoints never descend, as the library wants.
 Keys are counted from the start of the slot, which for the first sequence includes the rows before it.
 
 Imported only where a plan is made. Triton may not be installed on a machine without a GPU; the reference needs none.
@@ -9,8 +9,6 @@ Imported only where a plan is made. Triton may not be installed on a machine wit
 
 # Triton reads the kernel as its own language.
 # mypy: ignore-errors
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
@@ -31,7 +29,7 @@ _BLOCK = 256
 def slot_bounds(starts: Tensor) -> Tensor:
     """[N + 1] cu_seqlens of the slots: those of ``starts``, with the rows before the first sequence added to its slot.
 
-    Never empty as a whole: where every slot is, the last one takes a row of the tail (the kernels' planner takes no total of 0).
+    Never empty as a whole: where every slot is, the last one takes a row of the tail (the planner takes no total of 0).
     """
     bounds = starts.to(torch.int32, copy=True)
     bounds[:1].zero_()

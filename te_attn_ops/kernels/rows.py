@@ -46,7 +46,7 @@ def minus_infinity(lse, heads, rows, lo, hi, split, splits, BLOCK: tl.constexpr)
     lane = tl.arange(0, BLOCK)
     value = tl.full([BLOCK], float("-inf"), tl.float32)
     for head in range(split, heads, splits):
-        base = lse + head.to(tl.int64) * rows
+        base = lse + rows.to(tl.int64) * head
         for row in range(lo, hi, BLOCK):
             tl.store(base + row + lane, value, mask=row + lane < hi)
 

@@ -1,0 +1,289 @@
+"""Mixed batches: each policy in place, in one launch and grouped, against the kernels on compacted data and FlexAttention.
+
+    python -m benchmarks.mixed [--works A 33k-p2 ...] [--backends flash4 cudnn ...] [--out FILE]
+
+Writes JSON (rows as documented in docs/benchmarks.md), a Markdown table and a plot beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from te_attn_ops import NoBackendError, prepare_thd_policies, thd_attention
+from te_attn_ops.masks import resolve_mask
+from te_attn_ops.policies import PreparedPolicies
+from te_attn_ops.testing import Work, benchmark_work
+
+from . import common, flex
+from .raw import Compact, raw_runner
+
+WORKS = ("A", "33k-p2", "33k-p4", "32k-p8", "8k-p4", "4k-p2")
+EXTRA_WORKS = ("A-contiguous", "33k-p2-contiguous", "A-gqa", "A-mla", "8k-p4-mla")
+BACKENDS = ("flash4", "cudnn", "torch_flash", "flash2")
+
+
+@dataclass
+class Setup:
+    """One work's tensors on the device."""
+
+    name: str
+    work: Work
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    grad_out: Tensor
+    cu_seqlens: Tensor
+    policies: PreparedPolicies
+    bands: list[Any]
+    owner: list[int]
+    description: dict[str, Any] = field(default_factory=dict)
+
+
+def set_up(name: str) -> Setup:
+    work = benchmark_work(name)
+    device = torch.device("cuda")
+    generator = torch.Generator(device).manual_seed(0)
+    total = sum(work.lengths)
+
+    def random(heads: int, width: int) -> Tensor:
+        return torch.randn(total, heads, width, generator=generator, device=device, dtype=torch.bfloat16)
+
+    q, k = random(work.num_heads, work.head_dim_qk), random(work.num_gqa_groups, work.head_dim_qk)
+    v, grad_out = random(work.num_gqa_groups, work.head_dim_v), random(work.num_heads, work.head_dim_v)
+    cu_seqlens = torch.tensor([0, *work.lengths], device=device).cumsum(0).to(torch.int32)
+    policies = work.policies(device)
+    prepared = _prepare(policies, cu_seqlens, q, k, v, work)
+    bands = [resolve_mask(p["mask_type"], p["window_size"]).band.canonical(True) for p in policies]
+    owner = [0] * len(work.lengths)
+    for index, policy in enumerate(policies):
+        for n in policy["sequence_ids"].tolist():
+            owner[n] = index
+    description = {
+        "work": name,
+        "pattern": work.pattern,
+        "tokens": total,
+        "sequences": len(work.lengths),
+        "policies": len(policies),
+        "num_heads": work.num_heads,
+        "num_gqa_groups": work.num_gqa_groups,
+        "head_dim_qk": work.head_dim_qk,
+        "head_dim_v": work.head_dim_v,
+    }
+    return Setup(name, work, q, k, v, grad_out, cu_seqlens, prepared, bands, owner, description)
+
+
+def _prepare(policies: list[dict[str, Any]], cu_seqlens: Tensor, q: Tensor, k: Tensor, v: Tensor, work: Work) -> PreparedPolicies:
+    from te_attn_ops.policies import PlanSpec
+
+    spec = PlanSpec(q.dtype, q.shape[1], k.shape[1], q.shape[2], v.shape[2], training=True)
+    longest = max(work.lengths)
+    return prepare_thd_policies(policies, cu_seqlens, attention=spec, total_q=q.shape[0], max_seqlen_q=longest)
+
+
+# ------------------------------------------------------------------------------------------------------------ what is timed
+def _public(s: Setup, backward: bool, grad: bool, **kwargs: Any) -> Callable[[], Any]:
+    """The public function; with ``backward`` its gradients too; ``grad``: inputs that require grad."""
+    q, k, v = (x.detach().requires_grad_(grad or backward) for x in (s.q, s.k, s.v))
+    longest = max(s.work.lengths)
+
+    def run() -> Any:
+        out = thd_attention(q, k, v, s.cu_seqlens, max_seqlen_q=longest, **kwargs)
+        return torch.autograd.grad(out, (q, k, v), s.grad_out) if backward else out
+
+    return run
+
+
+def _ideal(s: Setup, backend: str, backward: bool) -> Callable[[], Any]:
+    runner = raw_runner(backend)
+    parts = []
+    for p, band in enumerate(s.bands):
+        lengths = [length for n, length in enumerate(s.work.lengths) if s.owner[n] == p]
+        rows = torch.cat(
+            [torch.arange(s.cu_seqlens[n], s.cu_seqlens[n + 1], device="cuda") for n in range(len(s.owner)) if s.owner[n] == p]
+        )
+        cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
+        tensors = [x.index_select(0, rows) for x in (s.q, s.k, s.v, s.grad_out)]
+        parts.append(runner(Compact(*tensors, cu_seqlens, max(lengths), band), backward))
+
+    def run() -> Any:
+        return [part() for part in parts]
+
+    return run
+
+
+def _raw_uniform(s: Setup, backend: str, backward: bool) -> Callable[[], Any]:
+    band = resolve_mask("padding_causal").band.canonical(True)
+    return raw_runner(backend)(Compact(s.q, s.k, s.v, s.grad_out, s.cu_seqlens, max(s.work.lengths), band), backward)
+
+
+def variants(s: Setup, backend: str) -> Iterator[tuple[dict[str, Any], Callable[[bool, bool], Callable[[], Any]]]]:
+    """Labels and a maker (backward, grad) -> call, for everything that one backend is timed at."""
+    policies = s.policies
+    single = backend == "cudnn_flex"
+    if single:
+        yield {"dispatch": "single_launch"}, lambda backward, grad: _public(
+            s, backward, grad, thd_attention_policies=policies, thd_attention_policy_dispatch="single_launch", backend=backend
+        )
+        return
+    equal_widths = s.work.head_dim_qk == s.work.head_dim_v
+    if equal_widths or backend in ("flash4", "cudnn"):
+        yield {"dispatch": "raw"}, lambda backward, grad: _raw_uniform(s, backend, backward)
+        yield {"dispatch": "ideal"}, lambda backward, grad: _ideal(s, backend, backward)
+    for dispatch in ("padded", "grouped"):
+        yield {"dispatch": dispatch}, lambda backward, grad, dispatch=dispatch: _public(
+            s, backward, grad, thd_attention_policies=policies, thd_attention_policy_dispatch=dispatch, backend=backend
+        )
+    for label, mask in (("uniform_causal", "padding_causal"), ("uniform_full", "padding")):
+        yield {"dispatch": label}, lambda backward, grad, mask=mask: _public(s, backward, grad, attn_mask_type=mask, backend=backend)
+
+
+def auto_variants(s: Setup, selections: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Callable[[bool, bool], Callable[[], Any]]]]:
+    for selection in selections:
+        yield {"dispatch": "auto", "selection": selection}, lambda backward, grad, selection=selection: _public(
+            s, backward, grad, thd_attention_policies=s.policies, selection=selection
+        )
+
+
+# ----------------------------------------------------------------------------------------------------------------- measuring
+def measure(s: Setup, label: dict[str, Any], make: Callable[[bool, bool], Callable[[], Any]], peak: bool = True) -> list[dict[str, Any]]:
+    """Rows for one variant: eager and graphed, forward and forward+backward; host time with and without gradients."""
+    rows = []
+    base = {**s.description, "selection": None, **label}
+    for backward in (False, True):
+        try:
+            call = make(backward, False)
+            call()
+            eager = common.time_device(call)
+            row = {**base, "graphed": False, "backward": backward, "ms": eager.ms, "ms_spread": eager.spread}
+            row["host_us"] = common.time_host(call)
+            if not backward and label["dispatch"] not in ("raw", "ideal"):
+                row["host_us_grad"] = common.time_host(make(False, True))
+            row["peak_bytes"] = common.peak_bytes(call, _result_bytes) if peak else None
+            rows.append(row)
+            replay = common.capture(call)
+            graphed = common.time_device(replay)
+            rows.append({**base, "graphed": True, "backward": backward, "ms": graphed.ms, "ms_spread": graphed.spread})
+            del replay, call
+        except (NoBackendError, NotImplementedError) as error:
+            rows.append({**base, "backward": backward, "graphed": False, "ms": None, "error": str(error)[:500]})
+        except Exception as error:  # one broken kernel must not cost the other rows
+            rows.append({**base, "backward": backward, "graphed": False, "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
+        gc.collect()
+        torch.cuda.empty_cache()
+    return rows
+
+
+def _result_bytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.numel() * value.element_size()
+    return sum(_result_bytes(item) for item in value if item is not None) if isinstance(value, (tuple, list)) else 0
+
+
+def run_work(s: Setup, backends: list[str], selections: tuple[str, ...], with_flex: bool) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for backend in backends:
+        for label, make in variants(s, backend):
+            rows += measure(s, {"backend": backend, **label}, make)
+    for label, make in auto_variants(s, selections):
+        rows += measure(s, {"backend": "auto", **label}, make)
+    if with_flex:
+        for label, make in flex.variants(s):
+            rows += measure(s, label, make, peak=False)
+    return rows
+
+
+# ------------------------------------------------------------------------------------------------------------------- reports
+def summary(rows: list[dict[str, Any]]) -> str:
+    """Graphed milliseconds, forward and forward+backward, and the ratio to the same backend's ideal."""
+    best: dict[tuple[str, str, str, str | None], dict[bool, float]] = {}
+    for row in rows:
+        if row.get("graphed") and row.get("ms") and "new_geometry" not in row:
+            best.setdefault((row["work"], row["backend"], row["dispatch"], row["selection"]), {})[row["backward"]] = row["ms"]
+    table = []
+    for (work, backend, dispatch, selection), ms in best.items():
+        ideal = best.get((work, backend, "ideal", None), {})
+        ratios = [ms[b] / ideal[b] if b in ms and b in ideal and dispatch in ("padded", "grouped") else None for b in (False, True)]
+        table.append([work, backend, dispatch, selection, ms.get(False), ms.get(True), *ratios])
+    header = ("work", "backend", "dispatch", "selection", "fwd ms", "fwd+bwd ms", "fwd / ideal", "fwd+bwd / ideal")
+    return common.markdown_table(header, table)
+
+
+def plot(rows: list[dict[str, Any]], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    chosen = [r for r in rows if r.get("graphed") and r.get("backward") and r.get("ms") and "new_geometry" not in r]
+    works = list(dict.fromkeys(r["work"] for r in chosen))
+    kinds = ("ideal", "padded", "single_launch", "grouped", "flex_flash", "flex_triton")
+    figure, axes = plt.subplots(figsize=(1.6 * len(works) + 3, 4.2))
+    width = 0.8 / len(kinds)
+    for index, kind in enumerate(kinds):
+        heights = []
+        for work in works:
+            reference = min((r["ms"] for r in chosen if r["work"] == work and r["dispatch"] == "ideal"), default=None)
+            found = min((r["ms"] for r in chosen if r["work"] == work and r["dispatch"] == kind), default=None)
+            heights.append(found / reference if found and reference else 0.0)
+        axes.bar([x + index * width for x in range(len(works))], heights, width, label=kind)
+    axes.axhline(1.0, color="black", linewidth=0.8)
+    axes.set_xticks([x + 0.4 - width / 2 for x in range(len(works))], works, rotation=20)
+    axes.set_ylabel("forward+backward / fastest ideal (graphed)")
+    axes.set_title(f"Mixed packed batches on {common.device_name()}")
+    axes.legend(ncols=3, fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def merge(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New rows replace those of the same works in an earlier file."""
+    before = common.read_json(path)
+    works = {row["work"] for row in rows}
+    kept = [row for row in before["rows"] if row["work"] not in works] if before else []
+    return kept + rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--works", nargs="+", default=list(WORKS + EXTRA_WORKS))
+    parser.add_argument("--backends", nargs="+", default=None, help="default: every installed one")
+    parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
+    parser.add_argument("--no-measured", action="store_true", help="without the measured selection")
+    parser.add_argument("--out", type=Path, default=common.RESULTS / "mixed_h200.json")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA device")
+    installed = common.installed_backends()
+    backends = arguments.backends or [name for name in (*BACKENDS, "cudnn_flex") if name in installed]
+    selections = ("static",) if arguments.no_measured else ("static", "measured")
+    rows: list[dict[str, Any]] = []
+    for name in common.progress(arguments.works, "works"):
+        setup = set_up(name)
+        rows += run_work(setup, backends, selections, not arguments.no_flex and name in WORKS)
+        if not arguments.no_flex and name in WORKS:
+            from . import geometry
+
+            rows += geometry.run(setup)
+        data = {
+            "device": common.device_name(),
+            "versions": common.versions(),
+            "command": common.command_line(),
+            "rows": merge(arguments.out, rows),
+        }
+        common.write_json(arguments.out, data)
+    arguments.out.with_suffix(".md").write_text(summary(data["rows"]))
+    plot(data["rows"], arguments.out.with_suffix(".png"))
+    print(summary(rows))
+
+
+if __name__ == "__main__":
+    main()
