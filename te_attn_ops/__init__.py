@@ -1,6 +1,8 @@
 """Attention for packed (THD) batches under torch.compile and CUDA graphs. Importing this package imports torch alone."""
 
 from .attention import thd_attention
+from .explain import Explanation, explain
+from .logs import configure_from_environment as _configure_logging
 from .masks import Band
 from .packing import PackedCapacity, pad_packed_batch, validate_packed
 from .params import AttentionParams
@@ -12,11 +14,13 @@ __all__ = [
     "AttentionParams",
     "AttentionPolicy",
     "Band",
+    "Explanation",
     "NoBackendError",
     "PackedCapacity",
     "PlanSpec",
     "PreparedPolicies",
     "Selection",
+    "explain",
     "invalidate",
     "pad_packed_batch",
     "prepare_thd_policies",
@@ -25,3 +29,5 @@ __all__ = [
     "thd_attention",
     "validate_packed",
 ]
+
+_configure_logging()

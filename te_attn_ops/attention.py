@@ -86,17 +86,26 @@ def thd_attention(
         TypeError, ValueError: an argument is wrong; nothing has run then.
         NoBackendError: no backend takes the call; the message holds every reason.
     """
-    _check_qkv(q, k, v)
-    pack = packing.make_packing(q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-    prepared = None
-    if thd_attention_policies is not None:
-        prepared = _prepared(thd_attention_policies, attn_mask_type, window_size, pack)
-    bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
-    is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    cu_seqlens = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     mask = (attn_mask_type, window_size, bottom_right_diagonal)
     options = (thd_attention_policy_dispatch, backend, pad_head_dim, selection, deterministic, return_max_logit)
-    decide = _decide if torch.compiler.is_compiling() else _decide_eager
+    is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    eager = not torch.compiler.is_compiling()
+    if eager and isinstance(thd_attention_policies, (PreparedPolicies, type(None))):
+        routing = _ROUTINGS.find(cu_seqlens, thd_attention_policies)
+    else:
+        routing = None
+    if routing is None:
+        pack = packing.make_packing(q, *cu_seqlens)
+        prepared = _prepared(thd_attention_policies, pack)
+        if eager:
+            routing = _ROUTINGS.keep(cu_seqlens, prepared)
+    else:
+        pack, prepared = packing.trusted_packing(*cu_seqlens), thd_attention_policies
+    bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
+    decide = _decide_eager if eager else _decide
     decision = decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
+    subsets = _subsets(pack, prepared, decision, routing)
 
     if sanitize_padding:
         q, k, v, real_rows = _sanitize(q, k, v, pack)
@@ -104,9 +113,8 @@ def thd_attention(
     scale = float(softmax_scale) if softmax_scale is not None else operator.index(q.shape[2]) ** -0.5
     if decision.pad_outside:
         q, k, v = (_pad(x, decision.pad_outside) for x in (q, k, v))
-    geometry = _subsets(pack, prepared if decision.routed else None, decision.num_policies)
     op = ops.attention if is_training else ops.attention_forward
-    out, lse, max_logit = op(q, k, v, *geometry, decision.single_launch, bound_q, bound_kv, scale, decision.plan)
+    out, lse, max_logit = op(q, k, v, *subsets, decision.single_launch, bound_q, bound_kv, scale, decision.plan)
     if out.shape[2] != head_dim_v:
         out = out[..., :head_dim_v]
     if sanitize_padding:
@@ -152,12 +160,15 @@ def _check_options(dispatch: str, policies: object, selection_mode: str | None) 
         raise ValueError(f"selection={selection_mode!r} is unknown; use 'static' or 'measured'")
 
 
-def _prepared(
-    policies: PreparedPolicies | PolicyList, attn_mask_type: str | None, window_size: object, pack: packing.Packing
-) -> PreparedPolicies:
+def _check_exclusive(attn_mask_type: object, window_size: object) -> None:
     for name, value in (("attn_mask_type", attn_mask_type), ("window_size", window_size)):
         if value is not None:
             raise ValueError(f"{name}={value!r} cannot stand beside thd_attention_policies: each policy names its own")
+
+
+def _prepared(policies: PreparedPolicies | PolicyList | None, pack: packing.Packing) -> PreparedPolicies | None:
+    if policies is None:
+        return None
     if not isinstance(policies, PreparedPolicies):
         if torch.compiler.is_compiling():
             raise ValueError(
@@ -211,7 +222,8 @@ class _RawLists:
             for policy in policies:
                 tensors.append(policy["sequence_ids"])
                 window = policy["window_size"]
-                masks.append((policy["mask_type"], window if window is None else tuple(window), policy.get("bottom_right_diagonal"), len(policy)))
+                window = window if window is None else tuple(window)
+                masks.append((policy["mask_type"], window, policy.get("bottom_right_diagonal"), len(policy)))
             key = (tuple(masks), *[(id(tensor), tensor._version) for tensor in tensors])
             hash(key)
         except (TypeError, KeyError, AttributeError, RuntimeError):
@@ -237,6 +249,11 @@ def _bands(
 def _max_seqlens(pack: packing.Packing, max_seqlen_q: int | None, max_seqlen_kv: int | None) -> tuple[int, int, tuple[int, int]]:
     """The bounds that the op gets, and the buckets that the choice is made for. Under compile they are the same, so that a batch
     within a bucket neither recompiles nor records another CUDA graph."""
+    if type(max_seqlen_q) is int and type(max_seqlen_kv) in (int, type(None)) and not torch.compiler.is_compiling():
+        # The common eager call, without a detour.
+        if max_seqlen_kv is None and pack.equal_lengths and max_seqlen_q >= 0:
+            bucket = seqlen_bucket(max_seqlen_q)
+            return max_seqlen_q, max_seqlen_q, (bucket, bucket)
     if max_seqlen_q is None:
         max_seqlen_q = packing.derive_max_seqlen("max_seqlen_q", pack.cu_seqlens_q)
     if max_seqlen_kv is None:
@@ -260,28 +277,69 @@ def _traced_bucket(length: Any) -> int:
     return SEQLEN_BUCKETS[-1]
 
 
-_SUBSET_CACHE = packing.SubsetCache()
+class _Routing:
+    """What is remembered of one batch's offsets and policies: they were checked, and how its sequences are routed."""
+
+    __slots__ = ("references", "subsets", "versions")
+
+    def __init__(self, tensors: list[Tensor], prepared: PreparedPolicies | None) -> None:
+        self.references: list[weakref.ref[Any]] = [weakref.ref(tensor) for tensor in tensors]
+        self.versions = [tensor._version for tensor in tensors]
+        self.subsets: dict[bool, packing.Subsets] = {}  # by whether the policies' index routes
+        if prepared is not None:
+            self.references.append(weakref.ref(prepared))
 
 
-def _subsets(pack: packing.Packing, prepared: PreparedPolicies | None, num_policies: int) -> Any:
-    """The routing: one small kernel. Eager calls outside a capture keep it for the same tensors."""
-    index = None if prepared is None else prepared.policy_index
+class _Routings:
+    """The routings of the last eager calls, by the identity and version of their tensors: a model's layers share them. Keeps no
+    tensor of the caller alive."""
+
+    def __init__(self, capacity: int = 64) -> None:
+        self._capacity = capacity
+        self._entries: OrderedDict[tuple[int, ...], _Routing] = OrderedDict()
+
+    def find(self, cu_seqlens: tuple[Tensor | None, ...], prepared: PreparedPolicies | None) -> _Routing | None:
+        found = self._entries.get((id(prepared), *map(id, cu_seqlens)))
+        if found is None:
+            return None
+        index = 0
+        for tensor in (*cu_seqlens, None if prepared is None else prepared.policy_index):
+            if tensor is not None:
+                if found.references[index]() is not tensor or found.versions[index] != tensor._version:
+                    return None
+                index += 1
+        return found if prepared is None or found.references[index]() is prepared else None
+
+    def keep(self, cu_seqlens: tuple[Tensor | None, ...], prepared: PreparedPolicies | None) -> _Routing | None:
+        tensors = [tensor for tensor in cu_seqlens if tensor is not None]
+        if prepared is not None:
+            tensors.append(prepared.policy_index)
+        if any(type(tensor) is not Tensor or tensor.is_inference() for tensor in tensors):
+            return None  # inference tensors have no version, subclasses a life of their own
+        routing = self._entries[(id(prepared), *map(id, cu_seqlens))] = _Routing(tensors, prepared)
+        while len(self._entries) > self._capacity:
+            self._entries.popitem(last=False)
+        return routing
+
+
+_ROUTINGS = _Routings()
+
+
+def _subsets(pack: packing.Packing, prepared: PreparedPolicies | None, decision: _Decision, routing: _Routing | None) -> Any:
+    """The routing as tensors: one small kernel. Eager calls keep it for the same tensors, except during a capture: a replay must
+    read what they hold then."""
+    keep = routing is not None and not (pack.cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing())
+    if keep and routing is not None:
+        found = routing.subsets.get(decision.routed)
+        if found is not None:
+            return found
+    index = prepared.policy_index if decision.routed and prepared is not None else None
     slots_q = pack.slots_q if pack.slots_q is not pack.cu_seqlens_q else None
     slots_kv = pack.slots_kv if pack.slots_kv is not pack.cu_seqlens_kv else None
-    if torch.compiler.is_compiling() or not _may_cache(pack.cu_seqlens_q):
-        return ops.policy_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, slots_q, slots_kv, index, num_policies)
-    tensors = pack[:4] if index is None else (*pack[:4], index)
-    found = _SUBSET_CACHE.get(tensors, num_policies)
-    if found is None:
-        found = packing.Subsets(*ops.policy_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, slots_q, slots_kv, index, num_policies))
-        _SUBSET_CACHE.put(tensors, num_policies, found)
-    return found
-
-
-def _may_cache(cu_seqlens: Tensor) -> bool:
-    if cu_seqlens.is_inference() or type(cu_seqlens) is not Tensor:
-        return False
-    return not (cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing())
+    fresh = packing.Subsets(*ops.policy_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, slots_q, slots_kv, index, decision.num_policies))
+    if keep and routing is not None:
+        routing.subsets[decision.routed] = fresh
+    return fresh
 
 
 # -------------------------------------------------------------------------------------------------------------------- choice
@@ -335,7 +393,10 @@ def _decide(
     """Reduces a call to constants, asks for the choice and writes it down. Widths and head counts go through ``operator.index``: a
     symbolic one cannot enter a constant function, and each is a property of the model."""
     dispatch, backend, pad_head_dim, selection_mode, deterministic, return_max_logit = options
+    _check_qkv(q, k, v)
     _check_options(dispatch, prepared, selection_mode)
+    if prepared is not None:
+        _check_exclusive(mask[0], mask[1])
     equal_lengths = pack.equal_lengths or (prepared is not None and prepared.equal_lengths)
     bands = tuple([band.canonical(equal_lengths) for band in _bands(prepared, *mask)])
     env = environment.snapshot()
@@ -388,14 +449,17 @@ def _decide_eager(
     mask: _Mask,
     options: _Options,
 ) -> _Decision:
-    """:func:`_decide` once per kind of call: afterwards a tuple and a look-up. A call with single-launch plans decides each time:
-    the plan's tensors belong to its batch."""
+    """:func:`_decide`, and the checks that come with it, once per kind of call: afterwards a tuple and a look-up. A call with
+    single-launch plans decides each time: the plan's tensors belong to its batch."""
     key: tuple[Any, ...] | None = (
-        q.dtype, q.device, q.shape[1:], k.shape[1], v.shape[2], pack.equal_lengths, pack.has_gaps, bucket, is_training, mask, options,
+        q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0],
+        pack.equal_lengths, pack.has_gaps, bucket, is_training, mask, options,
         torch.are_deterministic_algorithms_enabled(), environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:
         key = None if prepared.plans else (*key, prepared.kind)  # type: ignore[misc]
+    if selection.is_recording():
+        key = None
     try:
         found = _DECISIONS.get(key)  # type: ignore[arg-type]
     except TypeError:  # a window given as a list

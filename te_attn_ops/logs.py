@@ -1,8 +1,8 @@
 """The logger ``te_attn_ops`` and TransformerEngine's switches for it.
 
-``NVTE_DEBUG=1`` shows the library's records on stderr; ``NVTE_DEBUG_LEVEL`` (0, 1 or 2) says how many: warnings, each new choice
-(INFO), every refusal behind it (DEBUG). Both are read when the package is imported. Without them the logger is the application's to
-configure, like any other of the standard library.
+``NVTE_DEBUG=1`` shows the library's records on stderr; ``NVTE_DEBUG_LEVEL`` (0, 1 or 2) says how many: warnings, each new
+choice (INFO), every refusal behind it (DEBUG). Both are read when the package is imported. Without them the logger is the
+application's to configure, like any other of the standard library.
 """
 
 from __future__ import annotations

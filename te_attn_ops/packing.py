@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import operator
-import weakref
-from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
@@ -80,6 +78,20 @@ def make_packing(
     return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps)
 
 
+def trusted_packing(
+    cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor | None, cu_seqlens_q_padded: Tensor | None, cu_seqlens_kv_padded: Tensor | None
+) -> Packing:
+    """:func:`make_packing` of tensors that it has checked before."""
+    if cu_seqlens_kv is None:
+        cu_seqlens_kv = cu_seqlens_q
+        if cu_seqlens_kv_padded is None:
+            cu_seqlens_kv_padded = cu_seqlens_q_padded
+    slots_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
+    slots_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
+    has_gaps = slots_q is not cu_seqlens_q or slots_kv is not cu_seqlens_kv
+    return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps)
+
+
 def _slots(name: str, padded: Tensor | None, plain_name: str, plain: Tensor, like: Tensor) -> Tensor:
     if padded is None or padded is plain:
         return plain
@@ -123,37 +135,6 @@ def build_subsets(
         per_policy = [torch.where(mine, lens, torch.zeros_like(lens)) for lens in (lens_q, lens_kv)]
     starts = [slots.to(torch.int32, copy=True) for slots in (slots_q, slots_kv)]
     return Subsets(starts[0], per_policy[0], starts[1], per_policy[1])
-
-
-class SubsetCache:
-    """The subsets of the last few cu_seqlens objects, for eager calls: a model's layers share them.
-
-    Keyed by identity and version of every tensor involved; an entry dies with its tensors. Not used under capture: a replay
-    must read what the tensors hold then.
-    """
-
-    def __init__(self, capacity: int = 16) -> None:
-        self._capacity = capacity
-        self._entries: OrderedDict[tuple[int, ...], tuple[tuple[weakref.ref[Tensor], ...], Subsets]] = OrderedDict()
-
-    def get(self, tensors: tuple[Tensor, ...], num_policies: int) -> Subsets | None:
-        entry = self._entries.get(self._key(tensors, num_policies))
-        if entry is None:
-            return None
-        alive = all(reference() is tensor for reference, tensor in zip(entry[0], tensors))
-        return entry[1] if alive else None
-
-    def put(self, tensors: tuple[Tensor, ...], num_policies: int, subsets: Subsets) -> None:
-        self._entries[self._key(tensors, num_policies)] = (tuple(weakref.ref(tensor) for tensor in tensors), subsets)
-        while len(self._entries) > self._capacity:
-            self._entries.popitem(last=False)
-
-    def clear(self) -> None:
-        self._entries.clear()
-
-    @staticmethod
-    def _key(tensors: tuple[Tensor, ...], num_policies: int) -> tuple[int, ...]:
-        return (num_policies, *[id(tensor) for tensor in tensors], *[tensor._version for tensor in tensors])
 
 
 # ------------------------------------------------------------------------------------------------------------------ max_seqlen

@@ -1,28 +1,46 @@
 """The static rank: how long a candidate is expected to take, from measurements where there are some.
 
-``sm90``: measured on an H200 (docs/results/padding_h200.json: 16,384 tokens in 4 sequences, 16 heads, causal, bf16; pad and trim
-included). Elsewhere TransformerEngine's order of preference stands in, its flash generations newest first.
+sm90: :data:`SM90_MS`, measured on an H200. A pair of widths that was not measured takes the figures of the nearest one that
+was, in proportion to its width; a backend that was not measured stands behind all that were. Elsewhere TransformerEngine's order
+of preference stands in, its flash generations newest first. unfused is always last.
 """
 
 from __future__ import annotations
 
 from .params import AttentionParams
 
-# Milliseconds of the measured work per (head_dim_qk + head_dim_v) and 1000, by backend, native or padded, inference or training.
-# The widths are classes: a pair takes the first one that holds its larger width.
-_WIDTH_CLASSES = (64, 128, 192, 256)
-_SM90: dict[tuple[str, bool], tuple[tuple[float, ...], tuple[float, ...]]] = {
-    ("flash4", False): ((2.2, 2.2, 1.8, 1.8), (8.0, 8.2, 8.1, 11.2)),
-    ("flash4", True): ((2.5, 2.3, 2.2, 1.95), (8.0, 7.6, 7.9, 9.9)),
-    ("flash3", False): ((2.3, 2.3, 1.9, 1.9), (8.3, 8.5, 8.4, 11.5)),
-    ("flash3", True): ((2.6, 2.4, 2.3, 2.0), (8.3, 7.9, 8.2, 10.2)),
-    ("cudnn", False): ((2.7, 2.5, 2.3, 2.2), (10.0, 10.1, 9.9, 9.4)),
-    ("cudnn", True): ((2.6, 2.5, 2.4, 2.1), (8.6, 8.5, 12.0, 10.4)),
-    ("flash2", False): ((4.0, 4.0, 4.2, 4.2), (14.0, 14.5, 15.5, 15.7)),
-    ("flash2", True): ((4.1, 4.1, 4.3, 4.0), (14.5, 14.5, 15.6, 15.7)),
-    ("torch_flash", False): ((4.05, 4.05, 4.25, 4.25), (14.1, 14.6, 15.6, 15.8)),
-    ("torch_flash", True): ((4.1, 4.1, 4.3, 4.0), (14.5, 14.5, 15.6, 15.8)),
-}
+_Pair = tuple[int, int]
+_Times = tuple[float, float | None]
+
+# Milliseconds (forward, forward + backward) by backend, padded or not, and the caller's (head_dim_qk, head_dim_v): 16,384 tokens
+# in 4 sequences, 16 heads, causal, bfloat16, pad and trim included. None: the kernel cannot run. `python -m benchmarks.padding
+# --print-ranks` gives the rows of a run in this form.
+SM90_MS: dict[tuple[str, bool], dict[_Pair, _Times]] = {
+    ("flash4", False): {
+        (192, 128): (0.57, 2.56), (128, 64): (0.42, 1.61), (96, 64): (0.37, 1.31), (160, 128): (0.53, 2.36),
+        (256, 128): (0.69, 4.31), (192, 64): (0.49, 2.19), (64, 128): (0.64, None), (128, 96): (0.43, None),
+    },
+    ("flash4", True): {
+        (192, 128): (0.80, 2.99), (128, 64): (0.54, 1.87), (96, 64): (0.49, 1.60), (160, 128): (0.75, 3.01),
+        (256, 128): (0.96, 5.04), (192, 64): (0.75, 3.03), (64, 128): (0.57, 1.92), (128, 96): (0.59, 1.99),
+    },
+    ("cudnn", False): {
+        (192, 128): (0.67, 3.06), (128, 64): (0.46, 1.91), (96, 64): (0.45, 1.90), (160, 128): (0.67, 2.91),
+        (256, 128): (0.84, 3.59), (192, 64): (0.74, 4.32), (64, 128): (0.51, 1.94), (128, 96): (0.52, 2.13),
+    },
+    ("cudnn", True): {
+        (192, 128): (0.92, 4.62), (128, 64): (0.61, 2.15), (96, 64): (0.61, 2.14), (160, 128): (0.93, 4.65),
+        (256, 128): (1.08, 5.30), (192, 64): (0.85, 4.52), (64, 128): (0.64, 2.20), (128, 96): (0.69, 2.26),
+    },
+    ("torch_flash", True): {
+        (192, 128): (1.61, 5.90), (128, 64): (1.02, 3.65), (96, 64): (0.79, 3.03), (160, 128): (1.77, 6.43),
+        (256, 128): (2.03, 8.00), (192, 64): (1.56, 5.79), (64, 128): (1.04, 3.69), (128, 96): (1.05, 3.68),
+    },
+}  # fmt: skip
+# Backends without a table of their own: whose they take, and times what. flash3 was not measured; it stands behind flash4.
+# flash2 is torch_flash's kernel, and writes into the call's buffers.
+_LIKE = {"flash3": ("flash4", 1.04), "flash2": ("torch_flash", 0.99)}
+
 _PREFERENCE = {
     "old": ("flash4", "flash3", "flash2", "torch_flash", "cudnn"),
     "new": ("cudnn", "flash4", "flash3", "flash2", "torch_flash"),
@@ -36,16 +54,45 @@ def static_cost(backend: str, p: AttentionParams, padded: bool, native_widths: t
 
     ``p`` has the widths that the backend will see; ``native_widths`` are the caller's.
     """
-    width_sum = p.head_dim_qk + p.head_dim_v
     if backend == "unfused":
         return _UNFUSED * sum(native_widths) * (1.01 if padded else 1.0)
-    if 90 <= p.sm < 100 and (backend, padded) in _SM90:
-        index = next((i for i, width in enumerate(_WIDTH_CLASSES) if max(p.head_dim_qk, p.head_dim_v) <= width), -1)
-        return _SM90[backend, padded][int(p.is_training)][index] * width_sum
+    if 90 <= p.sm < 100:
+        measured = _sm90_ms(backend, p, padded, native_widths)
+        if measured is not None:
+            return measured
     order = _PREFERENCE["new" if p.sm >= 90 else "old"]
     position = order.index(backend) if backend in order else len(order)
     # A preference, not a measurement: a better kernel wins even where it has to pad.
     return (10.0 + 5.0 * position) * sum(native_widths) * (_PAD_FACTOR if padded else 1.0)
+
+
+def _sm90_ms(backend: str, p: AttentionParams, padded: bool, native_widths: tuple[int, int]) -> float | None:
+    name, factor = _LIKE.get(backend, (backend, 1.0))
+    # Equal widths are what padding leads to: they take the padded figures, which are a little high for want of a pad.
+    table = SM90_MS.get((name, padded or p.head_dim_qk == p.head_dim_v))
+    if table is None:
+        return None
+    training = int(p.is_training)
+    known = {pair: times[training] for pair, times in table.items() if times[training] is not None}
+    ms = known.get(native_widths)
+    if ms is None:
+        seen = (p.head_dim_qk, p.head_dim_v)
+
+        def kernel_widths(pair: _Pair) -> _Pair:
+            return (max(pair), max(pair)) if seen[0] == seen[1] else pair
+
+        def distance(pair: _Pair) -> tuple[int, int]:
+            return _distance(kernel_widths(pair), seen), _distance(pair, native_widths)
+
+        nearest = min(known, key=distance)
+        nearest_ms = known[nearest]
+        assert nearest_ms is not None
+        ms = nearest_ms * sum(seen) / sum(kernel_widths(nearest))
+    return ms * factor
+
+
+def _distance(a: _Pair, b: _Pair) -> int:
+    return abs(a[0] - b[0]) + abs(a[1] - b[1])
 
 
 def single_launch_cost(p: AttentionParams, padded_dispatch_cost: float) -> float:

@@ -202,4 +202,4 @@ def select_lse(dst: Tensor, src: Tensor, starts: Tensor, lens: Tensor) -> None:
 
 def normalize_lse(lse: Tensor) -> None:
     """+inf becomes -inf, in place."""
-    torch.where(lse == float("inf"), float("-inf"), lse, out=lse)
+    lse.masked_fill_(lse == float("inf"), float("-inf"))

@@ -81,9 +81,9 @@ class Selection:
 
 
 # ------------------------------------------------------------------------------------------------------------------ probing
-@dataclass
-class _Option:
-    """A complete way to run all policies: one width, one dispatch, a backend for each."""
+@dataclass(frozen=True)
+class Option:
+    """A complete way to run all policies: one width, one dispatch, a backend for each. ``cost`` is a rank or milliseconds."""
 
     cost: float
     head_dim_padded: int
@@ -116,47 +116,58 @@ def _probe_widths(request: Request) -> list[int]:
     return widths or [0]
 
 
-def probe(request: Request) -> tuple[tuple[Candidate, ...], tuple[_Option, ...]]:
+def probe(request: Request) -> tuple[Candidate, ...]:
     """Asks every backend, native and padded. Pure but for what the backends' libraries do."""
-    candidates: list[Candidate] = []
-    options: list[_Option] = []
-    for width in _probe_widths(request):
-        _probe_width(request, width, candidates, options)
-    return tuple(candidates), tuple(options)
+    return tuple(c for width in _probe_widths(request) for c in _probe_width(request, width))
 
 
-def _probe_width(request: Request, width: int, candidates: list[Candidate], options: list[_Option]) -> None:
+def _probe_width(request: Request, width: int) -> Iterator[Candidate]:
     native = request.params
     p = native.padded_to(width) if width else native
     widths = (native.head_dim_qk, native.head_dim_v)
-    names = BACKEND_NAMES if request.backend is None else (request.backend,)
     dispatches = _dispatches(request)
     in_place = "grouped" if "grouped" in dispatches else "padded"
-    best: list[tuple[float, str] | None] = [None] * len(native.bands)
-    for name in names:
+    for name in BACKEND_NAMES if request.backend is None else (request.backend,):
         if get_backend(name).single_launch:
             if "single_launch" in dispatches:
-                _probe_single_launch(request, name, p, width, candidates, options)
-            continue
-        if in_place not in dispatches:
-            continue
-        for index, policies in _distinct_bands(p.bands).items():
-            reasons = _refusals(name, _in_place_params(p, p.bands[index], in_place), request)
-            cost = None if reasons else ranks.static_cost(name, p, bool(width), widths)
-            candidates.append(Candidate(name, width, in_place, policies, reasons, cost))
-            for policy in policies:
-                if cost is not None and (best[policy] is None or cost < best[policy][0]):  # type: ignore[index]
-                    best[policy] = (cost, name)
-    chosen = [entry for entry in best if entry is not None]
-    if best and len(chosen) == len(best):
-        cost = sum(entry[0] for entry in chosen) / len(chosen)
-        if in_place == "padded":
-            cost *= _padded_overhead(len(chosen))
-        options.append(_Option(cost, width, in_place, tuple(entry[1] for entry in chosen)))
+                reasons = _refusals(name, p, request)
+                cost = ranks.single_launch_cost(p, ranks.static_cost("flash4", p, bool(width), widths))
+                policies = tuple(range(len(p.bands)))
+                yield Candidate(name, width, "single_launch", policies, reasons, None if reasons else cost)
+        elif in_place in dispatches:
+            for index, policies in _distinct_bands(p.bands).items():
+                reasons = _refusals(name, _in_place_params(p, p.bands[index], in_place), request)
+                cost = ranks.static_cost(name, p, bool(width), widths)
+                yield Candidate(name, width, in_place, policies, reasons, None if reasons else cost)
 
 
-def _padded_overhead(num_policies: int) -> float:
-    return 1.0 + 0.02 * (num_policies - 1)
+def options_of(
+    candidates: tuple[Candidate, ...], num_policies: int, cost_of: Callable[[Candidate], float | None]
+) -> tuple[Option, ...]:
+    """The complete ways to run a call: per width, the cheapest backend of each policy, and each single-launch backend.
+
+    ``cost_of`` gives a candidate's cost, None where it cannot run.
+    """
+    best: dict[tuple[int, str], list[tuple[float, str] | None]] = {}
+    options = []
+    for candidate in candidates:
+        cost, width, dispatch = cost_of(candidate), candidate.head_dim_padded, candidate.dispatch
+        if dispatch == "single_launch":
+            if cost is not None:
+                options.append(Option(cost, width, dispatch, (candidate.backend,) * num_policies))
+            continue
+        chosen = best.setdefault((width, dispatch), [None] * num_policies)
+        for policy in candidate.policies if cost is not None else ():
+            before = chosen[policy]
+            if before is None or cost < before[0]:
+                chosen[policy] = (cost, candidate.backend)
+    for (width, dispatch), chosen in best.items():
+        entries = [entry for entry in chosen if entry is not None]
+        if len(entries) == num_policies:
+            overhead = 1.0 + 0.02 * (num_policies - 1) if dispatch == "padded" else 1.0
+            cost = overhead * sum(entry[0] for entry in entries) / num_policies
+            options.append(Option(cost, width, dispatch, tuple(entry[1] for entry in entries)))
+    return tuple(options)
 
 
 def _dispatches(request: Request) -> tuple[str, ...]:
@@ -181,38 +192,26 @@ def _in_place_params(p: AttentionParams, band: Band, dispatch: str) -> Attention
     return p.replace(**changes)
 
 
-def _probe_single_launch(
-    request: Request, name: str, p: AttentionParams, width: int, candidates: list[Candidate], options: list[_Option]
-) -> None:
-    reasons = _refusals(name, p, request)
-    policies = tuple(range(len(p.bands)))
-    cost = None
-    if not reasons:
-        widths = (request.params.head_dim_qk, request.params.head_dim_v)
-        cost = ranks.single_launch_cost(p, ranks.static_cost("flash4", p, bool(width), widths))
-        options.append(_Option(cost, width, "single_launch", (name,) * len(policies)))
-    candidates.append(Candidate(name, width, "single_launch", policies, reasons, cost))
-
-
-def choose(options: tuple[_Option, ...]) -> _Option | None:
+def choose(options: tuple[Option, ...]) -> Option | None:
     """The cheapest; native wins ties, since padding must be strictly better."""
     return min(options, key=lambda option: (option.cost, option.head_dim_padded != 0), default=None)
 
 
-def _measure(request: Request, candidates: tuple[Candidate, ...], options: tuple[_Option, ...]) -> tuple[Any, Any]:
-    from . import measure
-
-    return measure.rank(request, candidates, options)
-
-
 def _select(request: Request) -> Selection:
-    candidates, options = probe(request)
-    if request.selection == "measured" and len(options) > 0:
-        candidates, options = _measure(request, candidates, options)
+    candidates = probe(request)
+    options = options_of(candidates, len(request.params.bands), lambda candidate: candidate.rank)
+    if request.selection == "measured" and options:
+        from . import measure
+
+        candidates, options = measure.rank(request, candidates)
     best = choose(options)
     if best is None:
         raise NoBackendError(describe_failure(request, candidates))
     return Selection(request, best.dispatch, best.head_dim_padded, best.backends, candidates)
+
+
+def describe_width(head_dim_padded: int) -> str:
+    return f"padded to {head_dim_padded}" if head_dim_padded else "native widths"
 
 
 def describe_failure(request: Request, candidates: tuple[Candidate, ...]) -> str:
@@ -227,9 +226,8 @@ def describe_failure(request: Request, candidates: tuple[Candidate, ...]) -> str
     what = f" with {', '.join(asked)}" if asked else ""
     lines = [f"no attention backend can run head_dim_qk={p.head_dim_qk}, head_dim_v={p.head_dim_v}, {p.dtype}{what}:"]
     for candidate in candidates:
-        width = f"padded to {candidate.head_dim_padded}" if candidate.head_dim_padded else "native widths"
         for reason in candidate.refusals:
-            lines.append(f"  {candidate.backend} ({width}, {candidate.dispatch}): {reason}")
+            lines.append(f"  {candidate.backend} ({describe_width(candidate.head_dim_padded)}, {candidate.dispatch}): {reason}")
     if not candidates:
         lines.append(f"  {request.backend or 'no backend'} does not offer this dispatch")
     return "\n".join(lines)
@@ -260,8 +258,8 @@ class _Memo:
     def _probe(self, request: Request) -> Selection:
         if request.params.device_type == "cuda" and torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(
-                "this attention shape was not seen before the CUDA graph capture began: probing and building kernels is not possible "
-                "during capture. Run one warm-up step with the same shapes first"
+                "this attention shape was not seen before the CUDA graph capture began: probing and building kernels is not "
+                "possible during capture. Run one warm-up step with the same shapes first"
             )
         self.probes += 1
         selection = _select(request)
@@ -307,8 +305,8 @@ def probe_count() -> int:
 
 def invalidate() -> bool:
     """Looks again at the packages, the device and every choice made so far; call it after a driver or package change, or where
-    TransformerEngine's code would set ``backend_selection_requires_update``. Environment variables need no call: they are part of
-    each choice's key.
+    TransformerEngine's code would set ``backend_selection_requires_update``. Environment variables need no call: they are part
+    of each choice's key.
 
     Returns whether an answer changed; only then compiled functions choose (and compile) again. A captured CUDA graph is beyond
     its reach.
@@ -330,20 +328,24 @@ def on_invalidate(action: Callable[[], None]) -> None:
 
 def _announce(selection: Selection) -> None:
     p = selection.request.params
-    width = f", padded to {selection.head_dim_padded}" if selection.head_dim_padded else ""
     logger.info(
-        "head_dim_qk=%d head_dim_v=%d %s training=%s: %s%s, %s",
+        "head_dim_qk=%d head_dim_v=%d %s training=%s: %s, %s, %s",
         p.head_dim_qk,
         p.head_dim_v,
         str(p.dtype).removeprefix("torch."),
         p.is_training,
         "/".join(dict.fromkeys(selection.backends)),
-        width,
+        describe_width(selection.head_dim_padded),
         selection.dispatch,
     )
+    for candidate in selection.candidates if logger.isEnabledFor(logging.DEBUG) else ():
+        if candidate.refusals:
+            width, reasons = describe_width(candidate.head_dim_padded), "; ".join(candidate.refusals)
+            logger.debug("not %s (%s, %s): %s", candidate.backend, width, candidate.dispatch, reasons)
     if p.device_type == "cuda" and "unfused" in selection.backends and selection.request.backend is None:
-        reasons = "; ".join(f"{c.backend}: {c.refusals[0]}" for c in selection.candidates if c.refusals)
-        masks.warn_once((f"attention runs unfused on a GPU, which is slow, because no kernel takes it ({reasons})",), stacklevel=6)
+        reasons = "; ".join(dict.fromkeys(f"{c.backend}: {c.refusals[0]}" for c in selection.candidates if c.refusals))
+        message = f"attention runs unfused on a GPU, which is slow, because no kernel takes it ({reasons})"
+        masks.warn_once((message,), stacklevel=6)
 
 
 # ------------------------------------------------------------------------------------------------- the form that is traced
@@ -369,12 +371,13 @@ def select_numbers(
     env: tuple[bytes, ...],
     generation: str,
 ) -> tuple[int, ...]:
-    """:func:`select` from plain values to plain ints: what Dynamo can take for a constant. ``generation`` is there to be guarded."""
+    """:func:`select` from plain values to plain ints: what Dynamo can take for a constant. ``generation`` is there to be
+    guarded."""
     key = (
         dtype, device, heads, head_dims, bands, max_seqlen, flags, has_gaps, static_membership, single_launch_plan, backend,
         pad_head_dim, dispatch, selection, env,
     )  # fmt: skip
-    if _RECORDER.requests is not None:
+    if is_recording():
         _RECORDER.add(_request(*key))
     numbers = _fast.get(key)
     if numbers is None:
@@ -441,10 +444,15 @@ class _Recorder(threading.local):
 _RECORDER = _Recorder()
 
 
+def is_recording() -> bool:
+    """Whether this thread's calls are inside :func:`recording`: no cache in front of :func:`select_numbers` may answer then."""
+    return _RECORDER.requests is not None
+
+
 @contextlib.contextmanager
 def recording(*, stop: bool) -> Iterator[list[Request]]:
-    """Collects the requests of this thread's eager calls. ``stop``: a call ends there, with :class:`Recorded`, before anything is
-    chosen or computed."""
+    """Collects the requests of this thread's eager calls. ``stop``: a call ends there, with :class:`Recorded`, before anything
+    is chosen or computed."""
     before = _RECORDER.requests, _RECORDER.stop
     requests: list[Request] = []
     _RECORDER.requests, _RECORDER.stop = requests, stop

@@ -303,6 +303,167 @@ def _qkv(case: PackedCase, new: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
+# ----------------------------------------------------------------------------------------------------- lists of cases to run
+def _cross(lengths_q: tuple[int, ...], lengths_kv: tuple[int, ...], **fields: Any) -> PackedCase:
+    return PackedCase(lengths_q, lengths_kv, **fields)
+
+
+# TransformerEngine's test configurations for packed batches: its head counts, widths and masks at small lengths. Those with
+# independent lengths on the two sides have L_q > L_k among them.
+_SELF, _LONG = (37, 64), (150, 90)
+_CROSS_Q, _CROSS_KV = (41, 30), (60, 17)
+_LEFT = Mask("padding_causal", (4, 0))
+CONFIGURATIONS = tuple(
+    case.replace(name=name)
+    for name, case in {
+        "layout_0_0": PackedCase(_SELF, num_heads=16, head_dim_qk=64, masks=(FULL,)),
+        "layout_0_1": PackedCase(_SELF, num_heads=24, num_gqa_groups=1, head_dim_qk=128, masks=(FULL,)),
+        "layout_0_2": _cross(_CROSS_Q, _CROSS_KV, num_heads=24, head_dim_qk=128, masks=(FULL,)),
+        "layout_1_0": PackedCase(_SELF, num_heads=16, head_dim_qk=64),
+        "layout_1_1": PackedCase(_SELF, num_heads=24, num_gqa_groups=1, head_dim_qk=128),
+        "layout_1_2": _cross(_CROSS_Q, _CROSS_KV, num_heads=24, head_dim_qk=128),
+        "layout_2_0": PackedCase(_SELF, num_heads=16, head_dim_qk=64, masks=(BOTTOM_RIGHT,)),
+        "layout_2_2": _cross(_CROSS_Q, _CROSS_KV, num_heads=24, head_dim_qk=128, masks=(BOTTOM_RIGHT,)),
+        "layout_3_0": PackedCase(_SELF, num_heads=16, head_dim_qk=64, masks=(Mask("padding", (4, 4)),)),
+        "layout_3_2_bottom_right": _cross(
+            _CROSS_Q, _CROSS_KV, num_heads=24, head_dim_qk=128, masks=(Mask("padding", (4, 4), True),)
+        ),
+        "layout_3_2_top_left": _cross(
+            _CROSS_Q, _CROSS_KV, num_heads=24, head_dim_qk=128, masks=(Mask("padding", (4, 4), False),)
+        ),
+        "layout_4_1": PackedCase(_SELF, num_heads=24, num_gqa_groups=1, head_dim_qk=128, masks=(_LEFT,)),
+        "layout_5_2": _cross(
+            _CROSS_Q, _CROSS_KV, num_heads=24, head_dim_qk=128, masks=(Mask("padding_causal_bottom_right", (4, 0)),)
+        ),
+        "swa_1_2": PackedCase(_SELF, num_heads=24, num_gqa_groups=4, head_dim_qk=128, masks=(Mask("padding", (2, 2)),)),
+        "swa_5_2": PackedCase(_SELF, num_heads=24, num_gqa_groups=4, head_dim_qk=128, masks=(Mask("padding_causal", (2, 0)),)),
+        "softmax_5_0": PackedCase(
+            _LONG, num_heads=64, num_gqa_groups=8, head_dim_qk=64, masks=(Mask("padding_causal", (128, 0)),)
+        ),
+        "mla_1_0": PackedCase((12, 9, 16, 1, 7, 5, 3, 11), num_heads=16, head_dim_qk=64, head_dim_v=128, masks=(FULL,)),
+        "mla_1_2": _cross((12, 9, 16, 1), (20, 31, 5, 2), num_heads=16, head_dim_qk=192, head_dim_v=128, masks=(FULL,)),
+        "mla_2_0": PackedCase(_SELF, num_heads=24, head_dim_qk=128, head_dim_v=64),
+        "mla_2_2": _cross((41,), (60,), num_heads=24, head_dim_qk=192, head_dim_v=128),
+        "mla_3_1": _cross((1,) * 8, (3, 40, 17, 1, 22, 9, 30, 5), num_heads=16, head_dim_qk=256, head_dim_v=128, masks=(FULL,)),
+        "mla_3_3": _cross((1,) * 8, (3, 40, 17, 1, 22, 9, 30, 5), num_heads=16, head_dim_qk=160, head_dim_v=128, masks=(FULL,)),
+        "fa4_mla_4": PackedCase(_SELF, num_heads=16, head_dim_qk=128, head_dim_v=96),
+        "fa4_mla_3": PackedCase(_SELF, num_heads=16, head_dim_qk=96, head_dim_v=64),
+        "max_logit_2": PackedCase(_SELF, num_heads=24, head_dim_qk=128),
+        "max_logit_2_mla": PackedCase(_SELF, num_heads=24, head_dim_qk=128, head_dim_v=64),
+        "mask_10_0": _cross((1, 1), (40, 23), num_heads=24, head_dim_qk=128, masks=(BOTTOM_RIGHT,)),
+        "mask_9_0": _cross((1, 1), (40, 23), num_heads=24, head_dim_qk=128),
+        "te_2_2": PackedCase((64,), num_heads=16, head_dim_qk=64, masks=(FULL,)),
+        "te_2_3": _cross((41,), (60,), num_heads=16, head_dim_qk=64, masks=(BOTTOM_RIGHT,)),
+        "self_thd_shared_cu_seqlens": PackedCase((64, 64), num_heads=4, head_dim_qk=64),
+        # Beyond TransformerEngine's list.
+        "gaps_and_tail": PackedCase(_SELF, gaps_q=(3, 1), tail=5, num_heads=16, head_dim_qk=64),
+        "gaps_cross": _cross(
+            _CROSS_Q, _CROSS_KV, gaps_q=(0, 3), gaps_kv=(2, 0), tail=4, num_heads=4, head_dim_qk=64, masks=(BOTTOM_RIGHT,)
+        ),
+        "zero_length": _cross((0, 5, 7, 0, 9), (6, 0, 8, 0, 4), num_heads=4, head_dim_qk=64, masks=(BOTTOM_RIGHT,)),
+        "equal_maxima": _cross((2, 40, 33), (40, 2, 35), num_heads=4, head_dim_qk=64),
+        "gqa_mla": PackedCase(_SELF, num_heads=8, num_gqa_groups=2, head_dim_qk=192, head_dim_v=128),
+        "one_sided_window": PackedCase(_SELF, num_heads=4, head_dim_qk=64, masks=(Mask("padding", (5, -1)),)),
+        "policies": PackedCase(
+            (20, 33, 9, 17, 1),
+            gaps_q=(0, 2, 0, 1, 0),
+            num_heads=4,
+            head_dim_qk=64,
+            masks=(CAUSAL, FULL, Mask("padding", (3, 2))),
+            owner=(2, 0, 1, 0, 1),
+        ),
+        "policies_cross": _cross(
+            (20, 33, 9, 17, 0),
+            (25, 14, 9, 40, 6),
+            num_heads=8,
+            num_gqa_groups=2,
+            head_dim_qk=64,
+            masks=(CAUSAL, BOTTOM_RIGHT, Mask("padding", (6, 6), False), CAUSAL),
+            owner=(0, 1, 2, 3, 1),
+        ),
+    }.items()
+)
+
+# What a row's output must be, worked out by hand: (case, out of each row). Each was a wrong answer of some
+# attention library once.
+EXAMPLES: dict[str, tuple[PackedCase, tuple[float, ...]]] = {
+    "gaps_full": (
+        PackedCase((3, 2, 4), gaps_q=(1, 2, 1), masks=(FULL,)),
+        (2, 2, 2, 0, 5.5, 5.5, 0, 0, 10.5, 10.5, 10.5, 10.5, 0),
+    ),
+    "gaps_causal": (PackedCase((3, 2, 4), gaps_q=(1, 2, 1)), (1, 1.5, 2, 0, 5, 5.5, 0, 0, 9, 9.5, 10, 10.5, 0)),
+    "gaps_policies": (
+        PackedCase((3, 2, 4), gaps_q=(1, 2, 1), masks=(FULL, CAUSAL, Mask("padding_causal", (1, 0))), owner=(0, 1, 2)),
+        (2, 2, 2, 0, 5, 5.5, 0, 0, 9, 9.5, 10.5, 11.5, 0),
+    ),
+    "gap_and_tail": (PackedCase((3, 5), gaps_q=(1, 3), tail=4), (1, 1.5, 2, 0, 5, 5.5, 6, 6.5, 7, *[0] * 7)),
+    "decode_with_empty_full": (PackedCase((0, 1, 0, 1), (0, 3, 0, 5), num_heads=9, num_gqa_groups=3, masks=(FULL,)), (2, 6)),
+    "decode_with_empty_bottom_right": (
+        PackedCase((0, 1, 0, 1), (0, 3, 0, 5), num_heads=9, num_gqa_groups=3, masks=(BOTTOM_RIGHT,)),
+        (2, 6),
+    ),
+    "decode_with_empty_causal": (PackedCase((0, 1, 0, 1), (0, 3, 0, 5), num_heads=9, num_gqa_groups=3), (1, 4)),
+    "one_token_after_empty": (PackedCase((0, 0, 0, 1), num_heads=21, num_gqa_groups=7), (1,)),
+    "no_keys_full": (PackedCase((3, 2), (0, 4), masks=(FULL,)), (0, 0, 0, 2.5, 2.5)),
+    "no_keys_bottom_right": (PackedCase((3, 2), (0, 4), masks=(BOTTOM_RIGHT,)), (0, 0, 0, 2, 2.5)),
+    "equal_maxima_causal": (PackedCase((2, 5), (5, 2)), (1, 1.5, 6, 6.5, 6.5, 6.5, 6.5)),
+    "equal_maxima_bottom_right": (PackedCase((2, 5), (5, 2), masks=(BOTTOM_RIGHT,)), (2.5, 3, 0, 0, 0, 6, 6.5)),
+    "longer_kv_bottom_right": (PackedCase((5, 2), (6, 5), masks=(BOTTOM_RIGHT,)), (1.5, 2, 2.5, 3, 3.5, 8.5, 9)),
+    "longer_kv_causal": (PackedCase((5, 2), (6, 5)), (1, 1.5, 2, 2.5, 3, 7, 7.5)),
+    "longer_kv_policies": (PackedCase((5, 2), (6, 5), masks=(CAUSAL, BOTTOM_RIGHT), owner=(0, 1)), (1, 1.5, 2, 2.5, 3, 8.5, 9)),
+    "window_causal": (PackedCase((5,), masks=(Mask("padding_causal", (1, 0)),)), (1, 1.5, 2.5, 3.5, 4.5)),
+    "window_left": (PackedCase((5,), masks=(Mask("padding", (1, 0)),)), (1, 1.5, 2.5, 3.5, 4.5)),
+    "window_both": (PackedCase((5,), masks=(Mask("padding", (1, 1)),)), (1.5, 2, 3, 4, 4.5)),
+    "window_as_wide_as_the_sequence": (PackedCase((5,), masks=(Mask("padding_causal", (4, 0)),)), (1, 1.5, 2, 2.5, 3)),
+    "window_bottom_right": (
+        PackedCase((3,), (6,), masks=(Mask("padding_causal_bottom_right", (1, 0)),)),
+        (3.5, 4.5, 5.5),
+    ),
+    "window_top_left": (PackedCase((3,), (6,), masks=(Mask("padding_causal", (1, 0)),)), (1, 1.5, 2.5)),
+    "four_policies": (
+        PackedCase((4, 4, 4, 4), masks=(FULL, CAUSAL, Mask("padding_causal", (1, 0)), FULL), owner=(0, 1, 2, 3)),
+        (2.5, 2.5, 2.5, 2.5, 5, 5.5, 6, 6.5, 9, 9.5, 10.5, 11.5, 14.5, 14.5, 14.5, 14.5),
+    ),
+}
+
+
+def random_case(seed: int, **fields: Any) -> PackedCase:
+    """Random lengths (also 0), gaps, groups, widths, layouts, masks and policies. ``fields`` override."""
+    generator = random.Random(seed)
+    num_seqs = generator.randint(1, 6)
+
+    def lengths(most: int) -> tuple[int, ...]:
+        return tuple(0 if generator.random() < 0.15 else generator.randint(1, most) for _ in range(num_seqs))
+
+    def gaps() -> tuple[int, ...]:
+        return tuple(generator.choice((0, 0, 1, 3)) for _ in range(num_seqs))
+
+    def mask() -> Mask:
+        kind = generator.choice(("padding", "padding_causal", "padding_causal_bottom_right"))
+        left, right = generator.choice((-1, 0, 3, 17)), generator.choice((-1, 1, 5))
+        return Mask(kind, (left, right if kind == "padding" else 0), generator.choice((None, True, False)))
+
+    cross, gapped, num_policies = generator.random() < 0.5, generator.random() < 0.5, generator.choice((0, 1, 2, 3))
+    groups = generator.choice((1, 2, 4))
+    case = PackedCase(
+        lengths(48),
+        lengths(48) if cross else None,
+        gaps_q=gaps() if gapped else None,
+        gaps_kv=gaps() if gapped and cross else None,
+        tail=generator.choice((0, 0, 7)),
+        num_heads=groups * generator.choice((1, 2)),
+        num_gqa_groups=groups,
+        head_dim_qk=generator.choice((16, 32, 64)),
+        head_dim_v=generator.choice((None, 16, 64)),
+        layout=generator.choice(LAYOUTS),
+        index_dtype=generator.choice((torch.int32, torch.int64)),
+        masks=tuple(mask() for _ in range(max(1, num_policies))),
+        owner=tuple(generator.randrange(num_policies) for _ in range(num_seqs)) if num_policies else None,
+        name=f"random{seed}",
+    )
+    return case.replace(**fields)
+
+
 # -------------------------------------------------------------------------------------------------------- the closed form
 def closed_form_inputs(case: PackedCase, device: Any = "cpu") -> PackedInputs:
     """Q = 0, V[j] = j + 1 for the physical row j, K random."""
@@ -458,19 +619,19 @@ class NoHostSync(TorchDispatchMode):
     """Raises on every operator for which the host would wait for a CUDA stream: reading a value, a shape that depends on
     values, a boolean index, a copy between devices."""
 
-    _ALLOWED = (torch.ops.aten.repeat_interleave.Tensor,)  # with output_size, which is checked below
+    _INDEXING = (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         tags = getattr(func, "tags", ())
-        if func in self._ALLOWED:
+        if func in self._INDEXING:
+            if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
+                raise HostSyncError(f"{func} with a boolean index has a shape that depends on contents")
+        elif func is torch.ops.aten.repeat_interleave.Tensor:
             if kwargs.get("output_size") is None:
                 raise HostSyncError(f"{func} without output_size reads a length on the host")
         elif torch.Tag.data_dependent_output in tags or torch.Tag.dynamic_output_shape in tags:
             raise HostSyncError(f"{func} depends on a tensor's contents")
-        if func in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default):
-            if any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in args[1]):
-                raise HostSyncError(f"{func} with a boolean index has a shape that depends on contents")
         result = func(*args, **kwargs)
         devices = {x.device.type for x in (*args, result) if isinstance(x, Tensor)}
         if func in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default) and len(devices) > 1:
@@ -549,7 +710,7 @@ OP_CASES = (
     PackedCase((5, 9, 10), name="contiguous"),
     PackedCase((5, 9, 10), layout="transposed", name="transposed"),
     PackedCase((5, 9, 10), layout="interleaved", name="interleaved_t3hd"),
-    PackedCase((5, 9), (7, 3), layout="interleaved", num_heads=4, num_gqa_groups=2, masks=(BOTTOM_RIGHT,), name="interleaved_t2hd"),
+    PackedCase((5, 9), (7, 3), masks=(BOTTOM_RIGHT,), layout="interleaved", num_heads=4, num_gqa_groups=2, name="t2hd_gqa"),
     PackedCase((5, 9, 0), gaps_q=(2, 0, 3), tail=4, name="gaps_and_tail"),
     PackedCase((3, 0, 4), (0, 5, 6), gaps_q=(0, 1, 0), gaps_kv=(2, 0, 1), masks=(FULL,), name="cross_zero_length"),
     PackedCase((), name="no_sequences"),

@@ -80,9 +80,10 @@ def visible_of(geometry: Geometry) -> Tensor:
 def endpoints_of(geometry: Geometry) -> tuple[Tensor, Tensor, Tensor]:
     slots_q, slots_kv = slot_bounds(geometry["starts_q"]), slot_bounds(geometry["starts_kv"])
     table = band_table(geometry["bands"], geometry["total_q"] + geometry["total_kv"], slots_q.device)
-    tensors = [geometry[name] for name in ("starts_q", "lens_q", "starts_kv", "lens_kv")]
+    lens_q, lens_kv = geometry["lens_q"], geometry["lens_kv"]
     rows = int(slots_q[-1])
-    return intervals(slots_q, *tensors, table, rows, rows), slots_q, slots_kv
+    endpoints = intervals(slots_q, geometry["starts_q"], lens_q, geometry["starts_kv"], lens_kv, table, rows, rows)
+    return endpoints, slots_q, slots_kv
 
 
 def visible_of_endpoints(geometry: Geometry) -> Tensor:
@@ -130,7 +131,7 @@ def test_batch_without_rows_in_any_slot_still_has_one_row_for_the_planner() -> N
 
 # ------------------------------------------------------------------------------------------------------------------- the plan
 TILE_Q, TILE_KV, HEADS = 4, 3, 2
-SPEC = {"dtype": torch.bfloat16, "num_heads": HEADS, "num_gqa_groups": HEADS, "head_dim_qk": 16, "head_dim_v": 8}
+SPEC: Geometry = {"dtype": torch.bfloat16, "num_heads": HEADS, "num_gqa_groups": HEADS, "head_dim_qk": 16, "head_dim_v": 8}
 
 
 def _lists(partial: list[list[int]], full: list[list[int]]) -> dict[str, Tensor]:
@@ -208,9 +209,10 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
     def backward(spec: Any, deterministic: bool) -> Any:
         grouped = spec.num_heads != spec.num_gqa_groups
-        post = [recorder.kernel(name) if name == "post_dq" or grouped else None for name in ("post_dq", "post_dk", "post_dv")]
+        names = ("preprocess", "main", "post_dq", *(("post_dk", "post_dv") if grouped else ()))
+        kernels = [recorder.kernel(name) for name in names] + [None] * (5 - len(names))
         own = layout._replace(backward_mask=(1, 2, 2))
-        return cudnn_flex._BackwardKernel(recorder.kernel("preprocess"), recorder.kernel("main"), *post, own, TILE_Q, TILE_KV)
+        return cudnn_flex._BackwardKernel._make([*kernels, own, TILE_Q, TILE_KV])
 
     monkeypatch.setattr(cudnn_flex, "_pack", fake_pack)
     monkeypatch.setattr(cudnn_flex, "_forward_kernel", forward)
@@ -322,7 +324,7 @@ def test_refreshed_plan_is_seen_through_the_same_views(recorder: Recorder) -> No
     rng = random.Random(7)
     backend = CudnnFlex()
     geometry = random_geometry(rng, 6, total=96)
-    options = {"max_seqlen_q": 16, "max_seqlen_kv": 16, "training": True, "reserve": 4.0}
+    options: Geometry = {"max_seqlen_q": 16, "max_seqlen_kv": 16, "training": True, "reserve": 4.0}
     plan = backend.make_plan(**geometry, **SPEC, **options)
     backend.forward(ForwardCall(**common_call(geometry, plan), is_training=True))
     captured = recorder.launches[0][1]
@@ -474,7 +476,7 @@ def test_refuses(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], reaso
 
 
 def test_version_does_not_import_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = {}
+    asked: dict[str, Any] = {}
     monkeypatch.setattr(environment, "package_version", lambda *names, **options: asked.update(names=names, **options))
     assert CudnnFlex().version() is None
     assert asked == {"names": ("nvidia-cudnn-frontend",), "module": "cudnn"}

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from te_attn_ops.backends import _fa2, flash2, flash3, torch_flash
-from te_attn_ops.backends.base import Backend, BackwardCall, ForwardCall
+from te_attn_ops.backends.base import Backend, BackwardCall, Call, ForwardCall
 from te_attn_ops.masks import Band, visible_interval
 from te_attn_ops.params import AttentionParams
 from te_attn_ops.rows import fill_outside_backward, fill_outside_forward
@@ -381,7 +381,9 @@ class Batch:
             sides.append(torch.tensor(own, dtype=torch.int32))
         return tuple(sides)  # type: ignore[return-value]
 
-    def run(self, backend: Backend, *, sole: bool | None = None, **flags: Any) -> dict[str, Tensor]:
+    def run(
+        self, backend: Backend, *, sole: bool | None = None, has_gaps: bool | None = None, **flags: Any
+    ) -> dict[str, Tensor]:
         """Each policy's launch into one set of buffers, poisoned by NaN, then the rows of no sequence."""
         starts_q, lens_q, starts_kv, lens_kv = self._geometry()
         sole = len(self.bands) == 1 if sole is None else sole
@@ -412,11 +414,13 @@ class Batch:
 
         for p in range(len(self.bands)):
             forward = ForwardCall(**common(p), is_training=True, _out=out, _lse=lse)
+            _tell_gaps(forward, has_gaps)
             backend.forward(forward)
             out, lse = forward.out, forward.lse
         fill_outside_forward(out, lse, starts_q, lens_q)
         for p in range(len(self.bands)):
             backward = BackwardCall(**common(p), grad_out=self.grad, out=out, lse=lse, _grads=grads)
+            _tell_gaps(backward, has_gaps)
             backend.backward(backward)
             grads = backward.grads
         fill_outside_backward(*grads, starts_q, lens_q, starts_kv, lens_kv)
@@ -428,6 +432,11 @@ class Batch:
             assert tensor.is_contiguous(), name
             torch.testing.assert_close(tensor.double(), want[name], rtol=1e-4, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
         return got
+
+
+def _tell_gaps(call: Call, has_gaps: bool | None) -> None:
+    if has_gaps is not None:
+        call.has_gaps = has_gaps  # type: ignore[attr-defined]
 
 
 CASES: dict[str, Callable[[], Batch]] = {
@@ -445,6 +454,7 @@ CASES: dict[str, Callable[[], Batch]] = {
     "gaps, one policy, gqa": lambda: Batch([(4, 4), (3, 5), (1, 1)], [0, 0, 0], [Band(1, 0)], slack=3, heads=(4, 1)),
     "gaps longer than any sequence": lambda: Batch([(2, 2), (1, 2), (2, 1)], [0, 1, 0], [CAUSAL, FULL], slack=9),
     "a sequence of no policy": lambda: Batch([(4, 4), (3, 3), (5, 5)], [0, -1, 1], [CAUSAL, FULL]),
+    "one policy and a sequence of none": lambda: Batch([(4, 4), (3, 3), (2, 5)], [0, -1, 0], [CAUSAL], heads=(4, 2)),
     "a policy without sequences": lambda: Batch([(4, 4), (3, 3)], [0, 0], [CAUSAL, FULL]),
     "right window, more queries than keys": lambda: Batch([(9, 3), (8, 2)], [0, 0], [Band(None, 4)]),
     "left window, more queries than keys": lambda: Batch([(9, 3), (8, 2)], [0, 0], [Band(1, None)]),
@@ -472,44 +482,25 @@ def _runs(heads: tuple[int, int] = (2, 2)) -> Batch:
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
-@pytest.mark.parametrize("flags", [{"contiguous_run": True}, {}], ids=["run", "entries"])
-def test_contiguous_runs(heads: tuple[int, int], flags: dict[str, bool], fake_flash2: FakeFlash2, fake_aten: FakeAten) -> None:
+@pytest.mark.parametrize("flags", [{"contiguous_run": True, "has_gaps": False}, {}], ids=["run", "entries"])
+def test_contiguous_runs(heads: tuple[int, int], flags: dict[str, Any], fake_flash2: FakeFlash2, fake_aten: FakeAten) -> None:
     batch = _runs(heads)
     for backend, emulator in ((flash2.Flash2(), fake_flash2.emulator), (torch_flash.TorchFlash(), fake_aten.emulator)):
         batch.check(backend, **flags)
         assert {call["entries"] for call in emulator.calls} == {5 if flags else 15}
 
 
-def test_a_run_with_gaps_takes_entries(fake_flash2: FakeFlash2) -> None:
-    calls = []
-
-    class WithGaps(flash2.Flash2):
-        def forward(self, call: ForwardCall) -> None:
-            call.has_gaps = True  # type: ignore[attr-defined]
-            calls.append(_fa2.make_launch(call).own_rows_only)
-            super().forward(call)
-
-        def backward(self, call: BackwardCall) -> None:
-            call.has_gaps = True  # type: ignore[attr-defined]
-            super().backward(call)
-
-    Batch([(4, 4), (2, 3), (5, 5)], [0, 0, 1], [CAUSAL, FULL], slack=2).check(WithGaps(), contiguous_run=True)
-    assert calls == [False, False]
+@pytest.mark.parametrize("has_gaps", [None, True])
+def test_a_run_that_may_have_gaps_takes_entries(has_gaps: bool | None, fake_flash2: FakeFlash2) -> None:
+    batch = Batch([(4, 4), (2, 3), (5, 5)], [0, 0, 1], [CAUSAL, FULL], slack=2)
+    batch.check(flash2.Flash2(), contiguous_run=True, has_gaps=has_gaps)
+    assert {call["entries"] for call in fake_flash2.emulator.calls} == {9}
 
 
-def test_without_gaps_two_entries_a_sequence_do(fake_flash2: FakeFlash2) -> None:
-    class NoGaps(flash2.Flash2):
-        def forward(self, call: ForwardCall) -> None:
-            call.has_gaps = False  # type: ignore[attr-defined]
-            super().forward(call)
-
-        def backward(self, call: BackwardCall) -> None:
-            call.has_gaps = False  # type: ignore[attr-defined]
-            super().backward(call)
-
-    for heads in ((2, 2), (4, 2)):
-        batch = Batch([(4, 4), (3, 0), (0, 5), (5, 2), (2, 6)], [0, 1, 0, 1, -1], [CAUSAL, FULL], heads=heads)
-        batch.check(NoGaps())
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
+def test_without_gaps_two_entries_a_sequence_do(heads: tuple[int, int], fake_flash2: FakeFlash2) -> None:
+    batch = Batch([(4, 4), (3, 0), (0, 5), (5, 2), (2, 6)], [0, 1, 0, 1, -1], [CAUSAL, FULL], heads=heads)
+    batch.check(flash2.Flash2(), has_gaps=False)
     assert {call["entries"] for call in fake_flash2.emulator.calls} == {10}
 
 
@@ -525,7 +516,7 @@ def test_plain_but_shared_touches_own_rows_only(heads: tuple[int, int], fake_fla
 
 
 def test_flash2_writes_straight_into_the_buffers(fake_flash2: FakeFlash2) -> None:
-    _runs().check(flash2.Flash2(), contiguous_run=True)
+    _runs().check(flash2.Flash2(), contiguous_run=True, has_gaps=False)
     outs = {args[3].data_ptr() for args in fake_flash2.recorded if len(args) == 21}
     dks = {args[7].data_ptr() for args in fake_flash2.recorded if len(args) == 24}
     assert len(outs) == len(dks) == 1  # one buffer for all three policies
@@ -533,7 +524,7 @@ def test_flash2_writes_straight_into_the_buffers(fake_flash2: FakeFlash2) -> Non
 
 def test_flash2_gqa_gradients_of_a_shared_buffer_go_through_a_copy(fake_flash2: FakeFlash2) -> None:
     batch = _runs((4, 2))
-    got = batch.run(flash2.Flash2(), contiguous_run=True)
+    got = batch.run(flash2.Flash2(), contiguous_run=True, has_gaps=False)
     assert all(args[7].data_ptr() != got["dk"].data_ptr() for args in fake_flash2.recorded if len(args) == 24)
 
 

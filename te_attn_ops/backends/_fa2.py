@@ -12,6 +12,7 @@ Facts from flash-attn 2.8.3's sources (csrc/flash_attn), which PyTorch's bundled
   sequences: at least 2 is always passed.
 * A row that sees no key has out 0 and lse +inf (softmax.h: normalize_softmax_lse). The backward takes -inf there just as
   well: ``scale_apply_exp2`` counts a maximum of -inf as 0, and all scores of such a row are masked to -inf, so P = 0.
+* The number of entries is a grid's y dimension: at most 65,535 (flash_fwd_launch_template.h), which a launch error tells.
 * Rows outside an entry are loaded as zeros (predicated copies), so a NaN next to a sequence cannot reach it.
 """
 
@@ -132,17 +133,20 @@ class Launch(NamedTuple):
 
 
 def make_launch(call: Call) -> Launch:
-    """The cheapest spelling of a call's subset. ``Call.has_gaps``, where there is such an attribute, says whether a sequence
-    may be shorter than its slot; without it that is assumed, except of a ``contiguous_run``."""
+    """The cheapest spelling of a call's subset.
+
+    ``Call.has_gaps``, where there is such an attribute, says whether a sequence may be shorter than its slot. Without it that
+    is assumed: a run told by its ends would take the rows of a gap for tokens.
+    """
     own_rows_only = True
-    gaps = getattr(call, "has_gaps", None)
+    gaps = bool(getattr(call, "has_gaps", True))
     if call.plain_cu_seqlens:
         cu_q, cu_kv = call.starts_q, call.starts_kv
     elif call.contiguous_run and not gaps:
         cu_q, cu_kv = run_entries(call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv)
     else:
         own_rows_only = False
-        cu_q, cu_kv = gap_entries(call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv, gaps is not False)
+        cu_q, cu_kv = gap_entries(call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv, gaps)
     left, right = kernel_window(call.band, call.max_seqlen_q, call.max_seqlen_kv)
     max_kv = max_seqlen_kv_to_pass(left, right, call.max_seqlen_q, call.max_seqlen_kv)
     return Launch(cu_q, cu_kv, max(call.max_seqlen_q, 2), max_kv, left, right, own_rows_only)
@@ -275,7 +279,7 @@ def _try_once(backend: Backend, p: AttentionParams, band: Band, gqa: bool, index
             torch.cuda.current_stream(device).synchronize()
         except torch.cuda.OutOfMemoryError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever a foreign library raises, it cannot run this
+        except Exception as error:  # whatever a foreign library raises: it cannot run this
             message = (str(error).strip().splitlines() or [type(error).__name__])[0]
             tried = f"{band.describe()}, {str(p.dtype).removeprefix('torch.')}, width {p.head_dim_qk}"
             return f"its installed build failed on a trial of {tried}: {message[:200]}"

@@ -16,7 +16,9 @@ of tokens enters only
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
+import logging
 import threading
 from array import array
 from collections import OrderedDict
@@ -39,6 +41,9 @@ IN_PLACE_MULTIPLE = 1024
 # Totals of one shape class that get a graph of their own; a batch whose total keeps changing must not rebuild each step.
 MAX_IN_PLACE_TOTALS = 2
 MAX_DETERMINISTIC_BYTES = 8 << 30
+# cuDNN versions on which sm90 was seen to give right gradients for unequal widths of 128 or more other than 192 and 128.
+# TransformerEngine knows them as wrong from 9.11 on and has not lifted that since (read).
+UNEQUAL_WIDTHS_TRAIN: frozenset[int] = frozenset()
 # Parts of the names of the frontend's own engines (written in a Python DSL). They are barred: what is known of zero lengths,
 # gaps and statistics' layouts is known of the backend's engines.
 FRONTEND_ENGINES = ["sdpa_fwd", "sdpa_bwd"]
@@ -185,17 +190,17 @@ def operands(spec: GraphSpec) -> list[Operand]:
     """The tensors of a graph; each has a ragged offset of its own, in units of its row stride."""
     strides = spec.strides
     qk, dv, heads, heads_kv = spec.width_qk, spec.width_v, spec.heads, spec.heads_kv
-    q = Operand("q", False, heads, qk, *strides[0][:2])
-    k = Operand("k", True, heads_kv, qk, *strides[1][:2])
-    v = Operand("v", True, heads_kv, dv, *strides[2][:2])
-    out = Operand("out", False, heads, dv, *strides[3][:2], not spec.backward)
+    q = Operand("q", False, heads, qk, strides[0][0], strides[0][1])
+    k = Operand("k", True, heads_kv, qk, strides[1][0], strides[1][1])
+    v = Operand("v", True, heads_kv, dv, strides[2][0], strides[2][1])
+    out = Operand("out", False, heads, dv, strides[3][0], strides[3][1], not spec.backward)
     if spec.backward:
-        grad_out = Operand("grad_out", False, heads, dv, *strides[4][:2])
+        grad_out = Operand("grad_out", False, heads, dv, strides[4][0], strides[4][1])
         stats = Operand("stats", False, heads, 1, heads, 1, False, True)
-        dq = Operand("dq", False, heads, qk, heads * qk, qk, True)
-        dk = Operand("dk", True, heads_kv, qk, heads_kv * qk, qk, True)
-        dv_ = Operand("dv", True, heads_kv, dv, heads_kv * dv, dv, True)
-        return [q, out, grad_out, stats, dq, k, v, dk, dv_]
+        grad_q = Operand("dq", False, heads, qk, heads * qk, qk, True)
+        grad_k = Operand("dk", True, heads_kv, qk, heads_kv * qk, qk, True)
+        grad_v = Operand("dv", True, heads_kv, dv, heads_kv * dv, dv, True)
+        return [q, out, grad_out, stats, grad_q, k, v, grad_k, grad_v]
     if spec.stats == MAX_AND_SUM:
         names = ["score_max", "score_sum_exp"]
         return [q, out, *[Operand(name, False, heads, 1, heads, 1, True, True) for name in names], k, v]
@@ -245,19 +250,19 @@ def static_refusals(p: AttentionParams, version: int) -> Iterator[str]:
 def _head_dim_refusals(p: AttentionParams, version: int) -> Iterator[str]:
     qk, v, text = p.head_dim_qk, p.head_dim_v, version_text(version)
     widths = f"found head_dim_qk {qk} and head_dim_v {v} on sm{p.sm} with cuDNN {text}"
-    larger = max(qk, v)
+    larger, is_192_128 = max(qk, v), (qk, v) == (192, 128)
     if 100 <= p.sm < 110 and larger > 128 and version < 90900:  # read
         yield f"needs head dims <= 128, or cuDNN 9.9.0 or newer, {widths}"
     if not p.is_training:
         return
     if p.sm < 100:
-        # read: TransformerEngine keeps these off from 9.11 on. seen on 9.19: 160/128 and 256/128 train.
-        if 91100 <= version < 91900 and qk >= 128 and v >= 128 and qk != v and (qk, v) != (192, 128):
-            yield f"needs equal head dims, one below 128, 192 and 128, or cuDNN 9.19.0 or newer for training, {widths}"
-        elif 91100 <= version < 91300 and 128 < qk <= 192 and 64 < v <= 128 and (qk, v) != (192, 128):  # read
+        if version >= 91100 and version not in UNEQUAL_WIDTHS_TRAIN and min(qk, v) >= 128 and qk != v and not is_192_128:
+            yield f"needs equal head dims, one below 128, or 192 and 128 for training with cuDNN 9.11.0 or newer, {widths}"
+        elif 91100 <= version < 91300 and 128 < qk <= 192 and 64 < v <= 128 and not is_192_128:  # read
             yield f"needs 192 and 128, or cuDNN 9.13.0 or newer, for training with widths in that class, {widths}"
     elif p.sm < 110:
-        if larger > 128 and not ((qk, v) == (192, 128) and version >= 91100) and not ((qk, v) == (256, 256) and version >= 92500):
+        takes_256 = qk == v == 256 and version >= 92500
+        if larger > 128 and not (is_192_128 and version >= 91100) and not takes_256:
             yield f"needs head dims <= 128, 192 and 128 (cuDNN 9.11.0) or 256 and 256 (9.25.0) for training, {widths}"  # read
         elif larger == 256 and any(band.right != 0 and not band.is_full for band in p.bands):
             yield f"needs a full or causal mask or a causal window for training with head dims of 256, found sm{p.sm}"  # read
@@ -288,7 +293,7 @@ def _band_refusals(p: AttentionParams, band: Band, version: int) -> Iterator[str
 
 
 def _deterministic_refusals(p: AttentionParams, version: int) -> Iterator[str]:
-    if 100 <= p.sm and version < 91801:  # read
+    if p.sm >= 100 and version < 91801:  # read
         yield f"needs cuDNN 9.18.1 or newer for a deterministic backward on sm{p.sm}, found {version_text(version)}"
     if p.sm < 100:
         # read: the workspace holds the scores' gradients in 16 bits; how many sequences there will be is not known here.
@@ -310,15 +315,18 @@ def probe_specs(p: AttentionParams, device: int) -> list[GraphSpec]:
         bounds = band_bounds(band, p.equal_lengths, seqlen_q, seqlen_kv)
         shape = (heads, heads_kv, qk, dv, seqlen_q, seqlen_kv)
         stats = MAX_AND_SUM if p.return_max_logit else LSE_TOKEN_MAJOR
-        specs.append(
-            GraphSpec(False, device, p.dtype, 2, *shape, strides, *bounds, 1.0, stats, 0, 0, 0, False, False)  # fmt: skip
-        )
+        forward = GraphSpec(False, device, p.dtype, 2, *shape, strides, *bounds, 1.0, stats, 0, 0, 0, False, False)
+        specs.append(forward)
         if p.is_training:
-            totals = (total_bucket(2 * seqlen_q), total_bucket(2 * seqlen_kv))
-            full = (*strides, strides[3])
-            specs.append(
-                GraphSpec(True, device, p.dtype, 2, *shape, full, *bounds, 1.0, LSE_TOKEN_MAJOR, 0, *totals, p.deterministic, False)
+            backward = forward._replace(
+                backward=True,
+                strides=(*strides, strides[3]),
+                stats=LSE_TOKEN_MAJOR,
+                total_q=total_bucket(2 * seqlen_q),
+                total_kv=total_bucket(2 * seqlen_kv),
+                deterministic=p.deterministic,
             )
+            specs.append(backward)
     return specs
 
 
@@ -345,7 +353,11 @@ def describe_graph(cudnn: Any, handle: Any, spec: GraphSpec) -> Any:
         stride = [seqlen * max(operand.row, operand.heads * operand.width), operand.head, operand.row, 1]
         kind = kinds.FLOAT if operand.is_float32 else io
         offset = graph.tensor(
-            name=f"{operand.name}_offset", dim=[spec.batch + 1, 1, 1, 1], stride=flat, data_type=offset_type, uid=count + 3 + index
+            name=f"{operand.name}_offset",
+            dim=[spec.batch + 1, 1, 1, 1],
+            stride=flat,
+            data_type=offset_type,
+            uid=count + 3 + index,
         )
         layouts[operand.name] = (index + 1, offset, dim, stride, kind)
         # The two score outputs are given to the node; other outputs come from it.
@@ -511,17 +523,15 @@ class GraphCache:
     def get(self, spec: GraphSpec) -> Graph | None:
         graph = self._graphs.get(spec)
         if graph is not None:
-            try:
+            with contextlib.suppress(KeyError):  # another thread may just have dropped it
                 self._graphs.move_to_end(spec)
-            except KeyError:  # another thread has just dropped it
-                pass
         return graph
 
     def put(self, spec: GraphSpec, graph: Graph) -> None:
-        self._graphs[spec] = graph
-        excess = len(self._graphs) - self._capacity
-        for old in [key for key, value in self._graphs.items() if not value.pinned][: max(0, excess)]:
+        excess = max(0, len(self._graphs) + 1 - self._capacity)
+        for old in [key for key, value in self._graphs.items() if not value.pinned][:excess]:
             self._graphs.pop(old, None)
+        self._graphs[spec] = graph
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -548,13 +558,13 @@ class Cudnn(Backend):
     def refusals(self, p: AttentionParams) -> Iterator[str]:
         version = cudnn_version()
         reasons = list(static_refusals(p, version))
-        frontend = version_tuple(package_version("nvidia-cudnn-frontend", module="cudnn"))
-        if frontend and frontend < (1, 12):  # read: diagonal bands came with 1.11 and 1.12
-            reasons.append(f"needs nvidia-cudnn-frontend 1.12 or newer, found {'.'.join(map(str, frontend))}")
+        frontend = package_version("nvidia-cudnn-frontend", module="cudnn")
+        if () < version_tuple(frontend) < (1, 12):  # read: diagonal bands came with 1.11 and 1.12
+            reasons.append(f"needs nvidia-cudnn-frontend 1.12 or newer, found {frontend}")
         if p.device_type == "cuda" and package_version("triton", module="triton") is None:
             reasons.append("needs Triton for the offsets of each call, found none")
         yield from reasons
-        if not reasons and frontend and torch.cuda.is_available():
+        if not reasons and frontend is not None and torch.cuda.is_available():
             yield from self._library_refusals(p, version)
 
     def forward(self, call: ForwardCall) -> None:
@@ -564,7 +574,8 @@ class Cudnn(Backend):
         if stats == LSE_IN_PLACE:
             written = [lse]
         else:
-            written = [torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(stats)]
+            count = 2 if stats == MAX_AND_SUM else 1
+            written = [torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) for _ in range(count)]
         graph.run(call, [q, out, *written, call.k, call.v], self._handle(graph.spec.device))
         if stats != LSE_IN_PLACE:
             _spread_stats(call, written[0], written[-1])
@@ -613,9 +624,10 @@ class Cudnn(Backend):
 
     def _build(self, spec: GraphSpec) -> Graph:
         if torch.cuda.is_current_stream_capturing():
+            which = "backward" if spec.backward else "forward"
             raise RuntimeError(
-                f"the cudnn backend has no {'backward' if spec.backward else 'forward'} graph for these shapes yet, and none can be "
-                "built during CUDA graph capture: run one warm-up call with the same shapes, dtypes and strides before capturing"
+                f"the cudnn backend has no {which} graph for these shapes yet, and none can be built during CUDA graph "
+                "capture: run one warm-up call with the same shapes and strides before capturing"
             )
         with self._lock:
             graph = self._graphs.get(spec)
@@ -657,14 +669,21 @@ class Cudnn(Backend):
     def _probe(self, spec: GraphSpec) -> str:
         """Empty if the library takes the graph."""
         which = "backward" if spec.backward else "forward"
+        # What it would log is in the reason.
+        logger = logging.getLogger("cudnn.pygraph")
+        level = logger.level
         try:
             with self._lock, torch.cuda.device(spec.device):
+                logger.setLevel(logging.ERROR)
                 cudnn = _frontend()
                 plan_graph(cudnn, describe_graph(cudnn, self._handle(spec.device).handle, spec))
         except Exception as error:  # whatever goes wrong here would go wrong in the call
             kind = type(error).__name__
             verb = "declines" if kind == "cudnnGraphNotSupportedError" else f"fails on ({kind})"
-            return f"cuDNN {verb} the {which} graph: {' '.join(str(error).split())}"
+            text = " ".join(str(error).split())  # may run to pages: each engine says why not
+            return f"cuDNN {verb} the {which} graph: {text[:400]}"
+        finally:
+            logger.setLevel(level)
         return ""
 
 
@@ -686,8 +705,8 @@ def _spread_stats(call: ForwardCall, first: Tensor, second: Tensor) -> None:
     right = UNBOUNDED if band.right is None else min(band.right, UNBOUNDED)
     tensors = (lse, lse if max_logit is None else max_logit, first, second, call.starts_q, call.lens_q, call.lens_kv)
     block = kernels.block_heads(heads)
-    row_blocks = -(-min(call.max_seqlen_q, rows) // kernels.BLOCK_ROWS)
-    grid = (row_blocks, call.lens_q.shape[1], -(-heads // block))
+    row_blocks = -(-max(1, min(call.max_seqlen_q, rows)) // kernels.BLOCK_ROWS)
+    grid = (call.lens_q.shape[1], row_blocks, -(-heads // block))
     constexprs = (max_logit is not None, band.bottom_right, kernels.BLOCK_ROWS, block)
     kernels.spread_stats(grid, (*tensors, rows, heads, left, right), constexprs, first.device)
 

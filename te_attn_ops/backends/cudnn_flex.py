@@ -75,7 +75,8 @@ class _Shape(NamedTuple):
 
     @classmethod
     def of(cls, plan: list[Tensor]) -> _Shape:
-        heads_and_widths, rows, slots, forward, *backward = [tuple(tensor.shape[1:]) for tensor in plan[1:]]
+        parts: list[Any] = [tuple(tensor.shape[1:]) for tensor in plan[1:]]
+        heads_and_widths, rows, slots, forward, *backward = parts
         return cls(heads_and_widths, rows, slots, _Sizes(*forward), _Sizes(*backward[0]) if backward else None)
 
 
@@ -559,7 +560,8 @@ def _cut(data: Tensor, shape: _Shape, layout: _Layout) -> _Arrays:
         raise ValueError(f"this single-launch plan has {data.numel()} words, not {_words(sections)}: made by another version?")
 
     # Shares the storage but knows nothing of ``data``, so that these views do not keep it alive.
-    words = torch.empty(0, dtype=torch.int32, device=data.device).set_(data)
+    words = torch.empty(0, dtype=torch.int32, device=data.device)
+    words.set_(data.untyped_storage(), data.storage_offset(), data.shape, data.stride())
 
     def view(name: str) -> Tensor:
         at, extents = sections[name]

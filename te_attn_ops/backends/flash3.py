@@ -132,7 +132,7 @@ def build_flags() -> Mapping[str, bool]:
             flags = importlib.import_module(module).CONFIG["build_flags"]
         except (ImportError, AttributeError, KeyError):
             continue
-        return flags  # type: ignore[no-any-return]
+        return flags
     return {}
 
 

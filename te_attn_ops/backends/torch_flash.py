@@ -39,7 +39,7 @@ class TorchFlash(Fa2Backend):
     def library_refusals(self, p: AttentionParams) -> Iterator[str]:
         replacement = _replacement()
         if replacement is not None:
-            yield f"torch's flash kernel is replaced by {replacement} (torch.nn.attention.restore_flash_attention_impl undoes it)"
+            yield f"torch's flash kernel is replaced by {replacement} (see torch.nn.attention.restore_flash_attention_impl)"
         if p.is_training and p.deterministic and not _deterministic_mode():
             yield "is deterministic only under torch.use_deterministic_algorithms(True, warn_only=False), which is off"
 

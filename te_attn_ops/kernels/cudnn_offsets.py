@@ -55,8 +55,8 @@ def spread_stats_kernel(
 ):  # fmt: skip
     """lse [heads, rows] at the rows of a subset, -inf where a row sees no key, from token-major statistics [rows, heads]: the
     log-sum-exp itself, or the maximum and the sum of exponentials; then max_logit [heads] is raised to the maximum too."""
-    n = tl.program_id(1)
-    begin = tl.program_id(0) * BLOCK_ROWS
+    n = tl.program_id(0)
+    begin = tl.program_id(1) * BLOCK_ROWS
     length = tl.load(lens + n)
     if begin < length:
         other = tl.load(others + n)

@@ -29,13 +29,13 @@ class DotProductAttention(torch.nn.Module):
         kv_channels: width of a head, or (head_dim_qk, head_dim_v) where they differ (MLA).
         num_gqa_groups: key and value heads; default num_attention_heads.
         qkv_format: "thd" (packed, [tokens, heads, width]), "sbhd" or "bshd".
-        attn_mask_type, window_size, bottom_right_diagonal: what the forward uses where it is given none. "thd" needs a padding mask
-            type. See :func:`te_attn_ops.masks.resolve_mask`.
+        attn_mask_type, window_size, bottom_right_diagonal: what the forward uses where it is given none. "thd" needs a padding
+            mask type. See :func:`te_attn_ops.masks.resolve_mask`.
         tp_size, tp_group: heads are divided by the size; this module communicates nothing.
         softmax_scale: default head_dim_qk ** -0.5, of the width given, padded or not.
         return_max_logit: also return the largest scaled score of each head.
-        backend, pad_head_dim, sanitize_padding, selection: defaults of the forward's arguments of these names, which are those of
-            :func:`te_attn_ops.thd_attention`.
+        backend, pad_head_dim, sanitize_padding, selection: defaults of the forward's arguments of these names, which are those
+            of :func:`te_attn_ops.thd_attention`.
     """
 
     def __init__(
@@ -140,21 +140,22 @@ class DotProductAttention(torch.nn.Module):
         """Attention over one batch. None for an argument that the constructor has too means the constructor's value.
 
         Args:
-            query_layer: thd [total_q, heads, head_dim_qk], sbhd [s_q, b, heads, head_dim_qk] or bshd [b, s_q, heads, head_dim_qk].
+            query_layer: [total_q, heads, head_dim_qk] in thd, [s_q, b, heads, head_dim_qk] in sbhd, [b, s_q, heads, head_dim_qk]
+                in bshd.
             key_layer, value_layer: alike, with num_gqa_groups heads; value_layer has head_dim_v.
-            qkv_layer, kv_layer: instead of the separate tensors, one that holds 3 (or 2) of them at ``qkv_interleave_dim``: -3 for
-                [..., 3, heads, width], -2 for [..., heads, 3, width]. Read as views.
-            cu_seqlens_q, cu_seqlens_kv: [N + 1] int32 or int64. thd: token offsets of the sequences; kv None means q's. sbhd and
-                bshd: with a padding mask type, the samples' lengths (the first ones of each sample's rows count); else unread.
+            qkv_layer, kv_layer: instead of the separate tensors, one that holds 3 (or 2) of them at ``qkv_interleave_dim``: -3
+                for [..., 3, heads, width], -2 for [..., heads, 3, width]. Read as views.
+            cu_seqlens_q, cu_seqlens_kv: [N + 1] int32 or int64. thd: token offsets of the sequences; kv None means q's. sbhd
+                and bshd: with a padding mask type, the samples' lengths (the first rows of each sample count); else unread.
             cu_seqlens_q_padded, cu_seqlens_kv_padded: thd with gaps, where each sequence's slot starts; kv None means q's where
                 both sides share cu_seqlens.
             max_seqlen_q, max_seqlen_kv: bounds in tokens. thd: where missing, one device-to-host sync in eager, an error under
                 compile and capture.
-            pad_between_seqs: None: there are gaps iff cu_seqlens_*_padded are given and not the plain tensors themselves. True says
-                no more than that, at no cost. False with such tensors is an error.
+            pad_between_seqs: None: there are gaps iff cu_seqlens_*_padded are given and not the plain tensors themselves. True
+                says no more than that, at no cost. False with such tensors is an error.
             checkpoint_core_attention: keep q, k and v only and compute attention again in the backward.
-            thd_attention_policies, thd_attention_policy_dispatch: a mask of its own for each sequence (thd only); exclusive with this
-                call's attn_mask_type and window_size. See :func:`te_attn_ops.thd_attention`.
+            thd_attention_policies, thd_attention_policy_dispatch: a mask of its own for each sequence (thd only); exclusive with
+                this call's attn_mask_type and window_size. See :func:`te_attn_ops.thd_attention`.
             backend, pad_head_dim, sanitize_padding, selection: see :func:`te_attn_ops.thd_attention`.
             fast_zero_fill: accepted and without effect.
 
@@ -214,7 +215,7 @@ class DotProductAttention(torch.nn.Module):
             out, max_logit = self._attend_dense(
                 q, k, v, qkv_format, offsets, max_seqlen_q, max_seqlen_kv, attn_mask_type, options, checkpoint_core_attention
             )
-        return (out, max_logit) if self.return_max_logit else out
+        return out if max_logit is None else (out, max_logit)
 
     # ----------------------------------------------------------------------------------------------------------- the layouts
     def _attend_dense(
@@ -231,7 +232,7 @@ class DotProductAttention(torch.nn.Module):
         checkpointed: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if offsets[2] is not None or offsets[3] is not None:
-            raise ValueError(f"cu_seqlens_q_padded and cu_seqlens_kv_padded describe gaps in thd; in {qkv_format} rows have their place")
+            raise ValueError(f"cu_seqlens_q_padded and cu_seqlens_kv_padded describe gaps in thd, not in {qkv_format}")
         assert attn_mask_type is not None
         padding = attn_mask_type in PADDING_MASK_TYPES
         options["attn_mask_type"] = attn_mask_type if padding else _AS_PADDING[attn_mask_type]
@@ -263,12 +264,14 @@ class DotProductAttention(torch.nn.Module):
             slots_kv = slots_q
         if (slots_q is None) != (slots_kv is None):
             raise ValueError(
-                "cu_seqlens_q_padded and cu_seqlens_kv_padded must be given together; pass the plain cu_seqlens for a side without gaps"
+                "cu_seqlens_q_padded and cu_seqlens_kv_padded must be given together; pass the plain cu_seqlens for a side "
+                "without gaps"
             )
-        if pad_between_seqs is False and (slots_q is not None and slots_q is not cu_q or slots_kv is not None and slots_kv is not cu_kv):
+        has_gaps = slots_q is not None and (slots_q is not cu_q or slots_kv is not cu_kv)
+        if pad_between_seqs is False and has_gaps:
             raise ValueError(
-                "pad_between_seqs=False contradicts cu_seqlens_q_padded and cu_seqlens_kv_padded: leave them out, or pass None or True "
-                "(gaps are addressed in place and cost nothing where there are none)"
+                "pad_between_seqs=False contradicts cu_seqlens_q_padded and cu_seqlens_kv_padded: leave them out, or pass None or "
+                "True (gaps are addressed in place and cost nothing where there are none)"
             )
         return PackedInputs(q, k, v, cu_q, cu_kv, slots_q, slots_kv, max_seqlen_q, max_seqlen_kv)
 
@@ -296,9 +299,11 @@ class DotProductAttention(torch.nn.Module):
         }
         for name, (x, heads, width) in expected.items():
             if x.dim() != rank:
-                raise ValueError(f"{name} must have {rank} dimensions in qkv_format {qkv_format!r}, got shape {tuple(x.shape)}")
+                raise ValueError(f"{name} must have {rank} dimensions in {qkv_format}, got shape {tuple(x.shape)}")
             if x.shape[-2] != heads or x.shape[-1] != width:
-                raise ValueError(f"{name} must end in [heads, width] = [{heads}, {width}], as constructed; got shape {tuple(x.shape)}")
+                raise ValueError(
+                    f"{name} must end in [heads, width] = [{heads}, {width}], as constructed; got shape {tuple(x.shape)}"
+                )
         if qkv_format != "thd":
             batch_dim = 1 if qkv_format == "sbhd" else 0
             if not q.shape[batch_dim] == k.shape[batch_dim] == v.shape[batch_dim]:

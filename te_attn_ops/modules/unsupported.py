@@ -9,7 +9,7 @@ import torch
 
 _NONE = (None,)
 _OFF = (None, False)
-_TENSOR_PARALLEL = "the layers do no tensor-parallel communication; shard them from outside, or use DotProductAttention(tp_size=...)"
+_TENSOR_PARALLEL = "the layers do no tensor-parallel communication; shard them from outside"
 _OVERLAP = "there is no communication to overlap"
 _CONTEXT_PARALLEL = "context parallelism is not implemented"
 _SCORE_MOD = "attention scores cannot be modified"
@@ -41,6 +41,7 @@ _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "tp_group": (_NONE, _TENSOR_PARALLEL),
     "tp_size": ((1,), _TENSOR_PARALLEL),
     "fuse_wgrad_accumulation": (_OFF, "gradients accumulate in .grad, by autograd"),
+    "drop_path_rate": ((0.0,), "stochastic depth is not implemented"),
     "ub_tp_comm_overlap": (_OFF, _OVERLAP),
     "ub_overlap_ag": (_OFF, _OVERLAP),
     "ub_overlap_rs": (_OFF, _OVERLAP),
