@@ -10,6 +10,7 @@ and a picture of the batch's mask, and says which attention backend ran and why.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import platform
 import sys
@@ -25,9 +26,11 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from tqdm import tqdm
 
+if importlib.util.find_spec("te_attn_ops") is None:  # a checkout that is not installed
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 import te_attn_ops
-from te_attn_ops import PreparedPolicies, prepare_thd_policies, thd_attention
-from te_attn_ops.explain import explain
+from te_attn_ops import Explanation, PreparedPolicies, explain, prepare_thd_policies, thd_attention
 from te_attn_ops.masks import iter_rows
 
 MASK = 256  # the token after the 256 bytes
@@ -35,7 +38,7 @@ VOCABULARY = 257
 IGNORED = -100  # a target that takes no part in the loss
 MASKED_SHARE = 0.3
 WINDOW = (64, 64)  # tokens to the left and right that a bidirectional document's token sees
-WARM_UP_STEPS = 8
+WARM_UP_STEPS = 8  # of the learning rate, and of the compiler
 TEXT_LIMIT = 8 << 20  # bytes
 
 
@@ -289,9 +292,9 @@ class Run:
 def train(model: Decoder, batches: list[PackedBatch], device: torch.device, learning_rate: float) -> Run:
     """One step per batch. Speed is counted after the warm-up, or over all steps where there are no more than that."""
     counters.clear()
-    torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=learning_rate, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / WARM_UP_STEPS))
     run = Run()
     first_timed = WARM_UP_STEPS if len(batches) > WARM_UP_STEPS else 0
     started = time.perf_counter()
@@ -304,6 +307,7 @@ def train(model: Decoder, batches: list[PackedBatch], device: torch.device, lear
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+            schedule.step()
             run.losses.append(loss.item())
             run.compilations_by_step.append(counters["stats"]["unique_graphs"])
             run.tokens += len(batch.tokens) if step >= first_timed else 0
@@ -315,7 +319,7 @@ def train(model: Decoder, batches: list[PackedBatch], device: torch.device, lear
     return run
 
 
-def explain_choice(model: Decoder, batch: PackedBatch) -> Any:
+def explain_choice(model: Decoder, batch: PackedBatch) -> Explanation:
     """Why the first layer's attention runs as it does: asked with the tensors that the layer has for this batch."""
     x, angles = model.embed(batch.tokens, batch.positions)
     attention = model.blocks[0].attention
@@ -397,8 +401,9 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def make_report(run: Run, explanation: Any, config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    winner = explanation.to_dict()["winner"]
+def make_report(run: Run, explanation: Explanation, config: ModelConfig, device: torch.device) -> dict[str, Any]:
+    winner = explanation.winner
+    assert winner is not None, "something has run"
     return {
         "loss_first": run.loss_first,
         "loss_last": run.loss_last,
@@ -406,7 +411,7 @@ def make_report(run: Run, explanation: Any, config: ModelConfig, device: torch.d
         "graph_breaks": run.graph_breaks,
         "compilations": run.compilations,
         "compilations_after_warmup": run.compilations_after_warmup,
-        "backend": "/".join(dict.fromkeys(winner["backends"])),
+        "backend": winner["backend"],
         "dispatch": winner["dispatch"],
         "head_dim_qk": config.head_dim_qk,
         "head_dim_v": config.head_dim_v,

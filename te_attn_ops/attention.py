@@ -89,7 +89,11 @@ def thd_attention(
     cu_seqlens = (cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     mask = (attn_mask_type, window_size, bottom_right_diagonal)
     options = (thd_attention_policy_dispatch, backend, pad_head_dim, selection, deterministic, return_max_logit)
-    is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    try:
+        is_training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    except AttributeError:
+        _check_qkv(q, k, v)
+        raise
     eager = not torch.compiler.is_compiling()
     if eager and isinstance(thd_attention_policies, (PreparedPolicies, type(None))):
         routing = _ROUTINGS.find(cu_seqlens, thd_attention_policies)
@@ -337,8 +341,8 @@ def _subsets(pack: packing.Packing, prepared: PreparedPolicies | None, decision:
     slots_q = pack.slots_q if pack.slots_q is not pack.cu_seqlens_q else None
     slots_kv = pack.slots_kv if pack.slots_kv is not pack.cu_seqlens_kv else None
     fresh = packing.Subsets(*ops.policy_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, slots_q, slots_kv, index, decision.num_policies))
-    if keep and routing is not None:
-        routing.subsets[decision.routed] = fresh
+    if keep and routing is not None and not fresh.starts_q.is_inference():
+        routing.subsets[decision.routed] = fresh  # an inference tensor could not be saved for a later call's backward
     return fresh
 
 
@@ -424,6 +428,8 @@ def _decide(
         env,
         environment.STATE.generation,
     )
+    if pack.has_gaps:
+        flags |= plans.GAPS
     # One policy over all sequences needs no routing, unless its members may still change.
     routed = prepared is not None and (len(bands) > 1 or prepared.mutable)
     if numbers[0] == plans.PADDED and not routed and not pack.has_gaps:

@@ -56,7 +56,9 @@ def forward(batch: Batch, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         lse = q.new_full((heads, q.shape[0]), float("-inf"), dtype=torch.float32)
     else:
         with _device_guard(q):
-            batch.q, batch.k, batch.v = (kernel_ready(_pad(x, decoded.width)) for x in (batch.q, batch.k, batch.v))
+            if decoded.width:
+                batch.q, batch.k, batch.v = (_pad(x, decoded.width) for x in (q, batch.k, batch.v))
+            batch.q, batch.k, batch.v = kernel_ready(batch.q), kernel_ready(batch.k), kernel_ready(batch.v)
             run = grouping.forward if decoded.dispatch == plans.GROUPED else run_forward
             run(batch, decoded, buffers)
             assert buffers.out is not None and buffers.lse is not None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .inplace import BackwardBatch, Batch, Buffers, run_backward, run_forward
 from .packing import Subsets
-from .plan import CONTIGUOUS, PADDED, PLAIN_CU_SEQLENS, Plan
+from .plan import CONTIGUOUS, GAPS, PADDED, PLAIN_CU_SEQLENS, Plan
 from .rows import row_coordinates
 
 
@@ -67,7 +67,7 @@ def _policy_subsets(q: _Side, kv: _Side, p: int) -> Subsets:
 
 
 def _policy_plan(plan: Plan, p: int) -> Plan:
-    flags = plan.flags | PLAIN_CU_SEQLENS | CONTIGUOUS
+    flags = (plan.flags | PLAIN_CU_SEQLENS | CONTIGUOUS) & ~GAPS
     return Plan(flags, PADDED, plan.width, plan.bands[p : p + 1], plan.backends[p : p + 1])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from . import plan as plans
-from .backends import backend_name, get_backend
+from .backends import backend_by_number
 from .backends.base import Backend, BackwardCall, ForwardCall
 from .packing import Subsets
 
@@ -45,42 +45,47 @@ class Buffers:
     grads: tuple[Tensor, Tensor, Tensor] | None = None
 
 
-def _launches(batch: Batch, plan: plans.Plan) -> Iterator[tuple[Backend, dict[str, Any]]]:
-    """The backend and the common call arguments of each launch."""
+def _launches(batch: Batch, plan: plans.Plan) -> Iterator[tuple[Backend, tuple[Any, ...]]]:
+    """The backend of each launch, and the arguments of :class:`te_attn_ops.backends.base.Call` in their order."""
     starts_q, lens_q, starts_kv, lens_kv = batch.subsets
-    count = 1 if plan.dispatch == plans.SINGLE_LAUNCH else len(plan.bands)
-    for p in range(count):
-        own = slice(p, p + 1) if count > 1 else slice(None)
+    lone = plan.dispatch == plans.SINGLE_LAUNCH or len(plan.bands) == 1
+    for p in range(1 if lone else len(plan.bands)):
         yield (
-            get_backend(backend_name(plan.backends[p])),
-            {
-                "q": batch.q,
-                "k": batch.k,
-                "v": batch.v,
-                "starts_q": starts_q,
-                "lens_q": lens_q[own] if count > 1 else lens_q,
-                "starts_kv": starts_kv,
-                "lens_kv": lens_kv[own] if count > 1 else lens_kv,
-                "bands": plan.bands[own],
-                "max_seqlen_q": batch.max_seqlen_q,
-                "max_seqlen_kv": batch.max_seqlen_kv,
-                "scale": batch.scale,
-                "plain_cu_seqlens": count == 1 and plan.has(plans.PLAIN_CU_SEQLENS),
-                "equal_lengths": plan.has(plans.EQUAL_LENGTHS),
-                "deterministic": plan.has(plans.DETERMINISTIC),
-                "single_launch_plan": batch.single_launch_plan,
-                "contiguous_run": plan.has(plans.CONTIGUOUS),
-                "sole": count == 1,
-            },
+            backend_by_number(plan.backends[p]),
+            (
+                batch.q,
+                batch.k,
+                batch.v,
+                starts_q,
+                lens_q if lone else lens_q[p : p + 1],
+                starts_kv,
+                lens_kv if lone else lens_kv[p : p + 1],
+                plan.bands if lone else plan.bands[p : p + 1],
+                batch.max_seqlen_q,
+                batch.max_seqlen_kv,
+                batch.scale,
+                lone and plan.has(plans.PLAIN_CU_SEQLENS),
+                plan.has(plans.EQUAL_LENGTHS),
+                plan.has(plans.DETERMINISTIC),
+                batch.single_launch_plan,
+                plan.has(plans.CONTIGUOUS),
+                lone,
+            ),
         )
 
 
 def run_forward(batch: Batch, plan: plans.Plan, buffers: Buffers, *, shared: bool = False) -> None:
     """Fills the rows of every sequence. ``shared``: other calls write into the same buffers, so no kernel may replace them."""
-    for backend, common in _launches(batch, plan):
-        common["sole"] = common["sole"] and not shared
+    is_training, has_gaps = plan.has(plans.TRAINING), plan.has(plans.GAPS)
+    for backend, (*common, lone) in _launches(batch, plan):
         call = ForwardCall(
-            **common, is_training=plan.has(plans.TRAINING), max_logit=buffers.max_logit, _out=buffers.out, _lse=buffers.lse
+            *common,
+            sole=lone and not shared,
+            has_gaps=has_gaps,
+            is_training=is_training,
+            max_logit=buffers.max_logit,
+            _out=buffers.out,
+            _lse=buffers.lse,
         )
         backend.forward(call)
         buffers.out, buffers.lse = call.out, call.lse
@@ -88,8 +93,9 @@ def run_forward(batch: Batch, plan: plans.Plan, buffers: Buffers, *, shared: boo
 
 def run_backward(batch: BackwardBatch, plan: plans.Plan, buffers: Buffers, *, shared: bool = False) -> None:
     """:func:`run_forward`'s counterpart."""
-    for backend, common in _launches(batch, plan):
-        common["sole"] = common["sole"] and not shared
-        call = BackwardCall(**common, grad_out=batch.grad_out, out=batch.out, lse=batch.lse, _grads=buffers.grads)
+    for backend, (*common, lone) in _launches(batch, plan):
+        call = BackwardCall(
+            *common, has_gaps=plan.has(plans.GAPS), sole=lone and not shared, grad_out=batch.grad_out, out=batch.out, lse=batch.lse, _grads=buffers.grads
+        )
         backend.backward(call)
         buffers.grads = call.grads

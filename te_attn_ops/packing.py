@@ -68,6 +68,12 @@ def make_packing(
         cu_seqlens_kv = cu_seqlens_q
         if cu_seqlens_kv_padded is None:
             cu_seqlens_kv_padded = cu_seqlens_q_padded
+    if (cu_seqlens_q_padded is None) != (cu_seqlens_kv_padded is None):
+        given, other = ("q", "kv") if cu_seqlens_kv_padded is None else ("kv", "q")
+        raise ValueError(
+            f"cu_seqlens_{given}_padded was given without cu_seqlens_{other}_padded; for a side without gaps pass its plain "
+            f"cu_seqlens_{other} again"
+        )
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, like)
     if cu_seqlens_kv is not cu_seqlens_q:
         check_cu_seqlens("cu_seqlens_kv", cu_seqlens_kv, like)

@@ -27,6 +27,9 @@ def uses_triton(tensor: Tensor) -> bool:
     return tensor.is_cuda and _triton_installed()
 
 
+_BLOCK = 2048
+
+
 def _splits(rows: int) -> int:
     """Programs per sequence: enough to clear one long tail quickly, few enough that idle ones cost nothing."""
     return min(64, max(1, rows // 256))
@@ -76,10 +79,12 @@ def _zero_where(keep: Tensor, *tensors: Tensor) -> None:
 def fill_outside_forward(out: Tensor, lse: Tensor, starts: Tensor, lens: Tensor) -> None:
     """out = 0 and lse = -inf at rows that belong to no sequence. out [T, H, D], lse [H, T], starts [N + 1], lens [P, N]."""
     rows, num_seqs = out.shape[0], lens.shape[1]
-    if rows == 0:
-        return
     if uses_triton(out):
-        _launch_fill((out, out), lse, starts, lens, lens, None, lens.shape[0], (0, 0), None)
+        from .kernels import rows as kernels
+
+        heads, device = out.shape[1], out.get_device()
+        args = (out, lse, starts, lens, heads * out.shape[2], heads, rows, num_seqs, lens.shape[0])
+        kernels.outside_forward.launch((out.dtype, device), (num_seqs + 1, _splits(rows), 1), args, (_BLOCK,), device)
         return
     inside = subset_row_mask(starts, lens.sum(0), rows) if num_seqs else torch.zeros(rows, dtype=torch.bool, device=out.device)
     _zero_where(inside, out)
@@ -91,9 +96,12 @@ def fill_outside_backward(
 ) -> None:
     """dq, dk and dv = 0 at rows that belong to no sequence. lens [P, N]."""
     if uses_triton(dq):
-        if dq.shape[0] or dk.shape[0]:
-            second = (dk, dv, starts_kv, lens_kv, lens_kv)
-            _launch_fill((dq, dq), None, starts_q, lens_q, lens_q, second, lens_q.shape[0], (0, 0), None)
+        from .kernels import rows as kernels
+
+        rows, num_seqs, device = max(dq.shape[0], dk.shape[0]), lens_q.shape[1], dq.get_device()
+        sizes = (*_widths(dq, dk, dv), dq.shape[0], dk.shape[0], num_seqs, lens_q.shape[0])
+        args = (dq, dk, dv, starts_q, lens_q, starts_kv, lens_kv, *sizes)
+        kernels.outside_backward.launch((dq.dtype, device), (num_seqs + 1, _splits(rows), 2), args, (_BLOCK,), device)
         return
     _zero_where(subset_row_mask(starts_q, lens_q.sum(0), dq.shape[0]), dq)
     _zero_where(subset_row_mask(starts_kv, lens_kv.sum(0), dk.shape[0]), dk, dv)
@@ -103,8 +111,12 @@ def fill_keyless_rows(call: ForwardCall) -> None:
     """out = 0 and lse = -inf at rows of the call's subset that see no key. For kernels that leave them unwritten or wrong."""
     out, lse, band = call.out, call.lse, call.band
     if uses_triton(out):
-        if out.shape[0]:
-            _launch_fill((out, out), lse, call.starts_q, call.seqused_q, call.seqused_kv, None, 1, _sides(band), band)
+        from .kernels import rows as kernels
+
+        (rows, heads, width), num_seqs, device = out.shape, call.lens_q.shape[1], out.get_device()
+        args = (out, lse, call.starts_q, call.seqused_q, call.seqused_kv, heads * width, heads, rows, *_sides(band))
+        kind = (out.dtype, device, band.bottom_right)
+        kernels.keyless.launch(kind, (num_seqs, _splits(rows), 1), args, (band.bottom_right, _BLOCK), device)
         return
     seen = _seen_mask(call.starts_q, call.seqused_q, call.seqused_kv, band.left, band.right, band.bottom_right, out.shape[0])
     keep = seen | ~subset_row_mask(call.starts_q, call.seqused_q, out.shape[0])
@@ -116,9 +128,13 @@ def fill_unseen_grads(call: BackwardCall) -> None:
     """dq = 0 at rows of the subset that see no key, dk = dv = 0 at keys that no row sees."""
     (dq, dk, dv), band = call.grads, call.band
     if uses_triton(dq):
-        if dq.shape[0] or dk.shape[0]:
-            second = (dk, dv, call.starts_kv, call.seqused_kv, call.seqused_q)
-            _launch_fill((dq, dq), None, call.starts_q, call.seqused_q, call.seqused_kv, second, 1, _sides(band), band)
+        from .kernels import rows as kernels
+
+        rows, num_seqs, device = max(dq.shape[0], dk.shape[0]), call.lens_q.shape[1], dq.get_device()
+        geometry = (call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv)
+        args = (dq, dk, dv, *geometry, *_widths(dq, dk, dv), *_sides(band))
+        kind = (dq.dtype, device, band.bottom_right)
+        kernels.unseen_grads.launch(kind, (num_seqs, _splits(rows), 2), args, (band.bottom_right, _BLOCK), device)
         return
     for tensors, starts, lens, others, left, right in (
         ((dq,), call.starts_q, call.seqused_q, call.seqused_kv, band.left, band.right),
@@ -135,33 +151,8 @@ def _sides(band: Band) -> tuple[int, int]:
     return (UNBOUNDED if band.left is None else band.left, UNBOUNDED if band.right is None else band.right)
 
 
-def _launch_fill(
-    first: tuple[Tensor, Tensor],
-    lse: Tensor | None,
-    starts: Tensor,
-    lens: Tensor,
-    others: Tensor,
-    second: tuple[Tensor, Tensor, Tensor, Tensor, Tensor] | None,
-    num_policies: int,
-    sides: tuple[int, int],
-    band: Band | None,
-) -> None:
-    from .kernels import rows as kernels
-
-    a, b = first
-    num_seqs = lens.shape[-1]
-    c, d, starts2, lens2, others2 = second if second is not None else (a, a, starts, lens, others)
-    args = (
-        a, b, a if lse is None else lse, starts, lens, others, c, d, starts2, lens2, others2,
-        a.shape[1] * a.shape[2], b.shape[1] * b.shape[2], a.shape[1], a.shape[0],
-        c.shape[1] * c.shape[2], d.shape[1] * d.shape[2], c.shape[0], num_seqs, num_policies, *sides,
-    )  # fmt: skip
-    grid = (num_seqs + (band is None), _splits(max(a.shape[0], c.shape[0])), 1 if second is None else 2)
-    if grid[0] == 0:
-        return
-    bottom_right = band is not None and band.bottom_right
-    constexprs = (band is not None, bottom_right, False, lse is not None, grid[2], 2048)
-    kernels.fill(grid, args, constexprs, a.device)
+def _widths(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple([tensor.shape[1] * tensor.shape[2] for tensor in tensors])
 
 
 # ------------------------------------------------------------------------------------------------------- one subset's rows
@@ -178,7 +169,7 @@ def select_rows(pairs: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lens: Te
 
         filled = [*pairs, *[pairs[0]] * (3 - len(pairs))]
         widths = [dst[0].numel() for dst, _ in pairs] + [0] * (3 - len(pairs))
-        args = tuple(tensor for pair in filled for tensor in pair) + (starts, lens, lens.numel())
+        args = (*[tensor for pair in filled for tensor in pair], starts, lens, lens.numel())
         grid = (lens.numel(), min(256, max(1, rows // 16)), 1)
         kernels.copy(grid, args, (*widths, 4096), starts.device)
         return

@@ -152,12 +152,13 @@ def options_of(
     options = []
     for candidate in candidates:
         cost, width, dispatch = cost_of(candidate), candidate.head_dim_padded, candidate.dispatch
+        if cost is None:
+            continue
         if dispatch == "single_launch":
-            if cost is not None:
-                options.append(Option(cost, width, dispatch, (candidate.backend,) * num_policies))
+            options.append(Option(cost, width, dispatch, (candidate.backend,) * num_policies))
             continue
         chosen = best.setdefault((width, dispatch), [None] * num_policies)
-        for policy in candidate.policies if cost is not None else ():
+        for policy in candidate.policies:
             before = chosen[policy]
             if before is None or cost < before[0]:
                 chosen[policy] = (cost, candidate.backend)

@@ -1,5 +1,5 @@
-"""Wrong answers that attention libraries once gave, with the right ones worked out by hand: Q = 0 and V[j] = j + 1, so that a row's
-output is the mean of j + 1 over the keys it sees."""
+"""Wrong answers that attention libraries once gave, with the right ones worked out by hand: Q = 0 and V[j] = j + 1, so that a
+row's output is the mean of j + 1 over the keys it sees."""
 
 from __future__ import annotations
 

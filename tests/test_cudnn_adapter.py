@@ -138,8 +138,8 @@ def test_bounds_of_a_band() -> None:
 
 
 def test_offsets_are_wide_only_where_they_must_be() -> None:
-    assert not adapter.needs_wide_offsets(1 << 20, 1 << 20, ((2047, 64, 1),))
-    assert adapter.needs_wide_offsets(1 << 20, 1 << 20, ((2048, 64, 1),))
+    assert not adapter.needs_wide_offsets(1 << 20, 1 << 10, [2047, 64])
+    assert adapter.needs_wide_offsets(1 << 10, 1 << 20, [2048, 64])
 
 
 # ------------------------------------------------------------------------------------------------- what a graph reads and is
@@ -336,9 +336,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Cudnn:
     monkeypatch.setattr(adapter, "Graph", _StandIn)
     monkeypatch.setattr(adapter, "_frontend", lambda: None)
     monkeypatch.setattr(adapter, "_spread_stats", _spread_stats)
-    monkeypatch.setattr(
-        adapter, "_token_major_stats", lambda lse: torch.where(lse == -math.inf, math.inf, lse).t().contiguous()
-    )
+    monkeypatch.setattr(adapter, "_token_major_stats", lambda lse: torch.where(lse == -math.inf, math.inf, lse).t().contiguous())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     monkeypatch.setattr(Cudnn, "_handle", lambda self, device: None)
     return Cudnn()

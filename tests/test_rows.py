@@ -1,5 +1,5 @@
-"""The contract for every row: what stands in gaps, tails, rows that see no key and keys that no row sees, whatever was in memory
-before and whatever the caller left there."""
+"""The contract for every row: what stands in gaps, tails, rows that see no key and keys that no row sees, whatever was in
+memory before and whatever the caller left there."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_keys_that_no_row_sees_have_zero_gradients(mask: testing.Mask) -> None:
 
 def test_max_logit_leaves_out_rows_and_keys_of_no_sequence() -> None:
     inputs = build(PackedCase((3, 2), gaps_q=(2, 0), tail=3, masks=(FULL,))).poison(100.0)
-    out, max_logit = inputs.attend(return_max_logit=True)
+    _, max_logit = inputs.attend(return_max_logit=True)
     torch.testing.assert_close(max_logit.double(), testing.reference(inputs).max_logit, rtol=1e-5, atol=1e-5)
     nothing = build(PackedCase((0, 0), tail=3)).attend(return_max_logit=True)[1]
     assert (nothing == -math.inf).all()
@@ -90,7 +90,9 @@ def test_every_element_is_defined_over_memory_that_holds_nan(name: str, dispatch
 
 
 @pytest.mark.parametrize(
-    ("lengths", "tail"), [((), 0), ((), 5), ((0, 0, 0), 0), ((0,), 4)], ids=["nothing", "rows_only", "no_tokens", "empty_and_tail"]
+    ("lengths", "tail"),
+    [((), 0), ((), 5), ((0, 0, 0), 0), ((0,), 4)],
+    ids=["nothing", "rows_only", "no_tokens", "empty_and_tail"],
 )
 @pytest.mark.parametrize("policies", [False, True])
 def test_empty_batch_has_connected_zero_gradients(lengths: tuple[int, ...], tail: int, policies: bool) -> None:

@@ -58,7 +58,8 @@ def test_poison_reaches_rows_of_no_sequence_only() -> None:
     inputs = testing.build(PackedCase((2, 3), gaps_q=(1, 0), tail=2)).poison()
     nan_rows = inputs.q.isnan().all(2).all(1)
     assert nan_rows.tolist() == [False, False, True, False, False, False, True, True]
-    assert torch.equal(inputs.v.isnan().any(2).any(1), nan_rows) and torch.equal(inputs.grad_out.isnan().any(2).any(1), nan_rows)
+    for tensor in (inputs.k, inputs.v, inputs.grad_out):
+        assert torch.equal(tensor.isnan().any(2).any(1), nan_rows)
 
 
 @pytest.mark.parametrize(
@@ -121,8 +122,15 @@ def test_poisoned_memory_fills_what_is_not_written() -> None:
 @pytest.mark.parametrize("pattern", ["interleaved", "contiguous"])
 @pytest.mark.parametrize(
     ("name", "tokens", "sequences", "policies"),
-    [("A", 33408, 16, 2), ("33k-p2", 33408, 16, 2), ("33k-p4", 33408, 16, 4), ("32k-p8", 32768, 32, 8), ("8k-p4", 8192, 64, 4), ("4k-p2", 4096, 8, 2)],
-)  # fmt: skip
+    [
+        ("A", 33408, 16, 2),
+        ("33k-p2", 33408, 16, 2),
+        ("33k-p4", 33408, 16, 4),
+        ("32k-p8", 32768, 32, 8),
+        ("8k-p4", 8192, 64, 4),
+        ("4k-p2", 4096, 8, 2),
+    ],
+)
 def test_benchmark_works(name: str, tokens: int, sequences: int, policies: int, pattern: str) -> None:
     work = benchmark_work(name, pattern)
     assert (work.tokens, len(work.lengths), len(work.masks)) == (tokens, sequences, policies)

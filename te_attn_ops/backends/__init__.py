@@ -50,3 +50,14 @@ def backend_number(name: str) -> int:
 
 def backend_name(number: int) -> str:
     return _NAME_BY_NUMBER[number]
+
+
+_by_number: dict[int, Backend] = {}
+
+
+def backend_by_number(number: int) -> Backend:
+    """:func:`get_backend` of a plan's number, on the hot path."""
+    backend = _by_number.get(number)
+    if backend is None:
+        backend = _by_number[number] = get_backend(backend_name(number))
+    return backend

@@ -133,20 +133,15 @@ class Launch(NamedTuple):
 
 
 def make_launch(call: Call) -> Launch:
-    """The cheapest spelling of a call's subset.
-
-    ``Call.has_gaps``, where there is such an attribute, says whether a sequence may be shorter than its slot. Without it that
-    is assumed: a run told by its ends would take the rows of a gap for tokens.
-    """
+    """The cheapest spelling of a call's subset. A run told by its ends would take the rows of a gap for tokens."""
     own_rows_only = True
-    gaps = bool(getattr(call, "has_gaps", True))
     if call.plain_cu_seqlens:
         cu_q, cu_kv = call.starts_q, call.starts_kv
-    elif call.contiguous_run and not gaps:
+    elif call.contiguous_run and not call.has_gaps:
         cu_q, cu_kv = run_entries(call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv)
     else:
         own_rows_only = False
-        cu_q, cu_kv = gap_entries(call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv, gaps)
+        cu_q, cu_kv = gap_entries(call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv, call.has_gaps)
     left, right = kernel_window(call.band, call.max_seqlen_q, call.max_seqlen_kv)
     max_kv = max_seqlen_kv_to_pass(left, right, call.max_seqlen_q, call.max_seqlen_kv)
     return Launch(cu_q, cu_kv, max(call.max_seqlen_q, 2), max_kv, left, right, own_rows_only)

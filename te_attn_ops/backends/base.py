@@ -28,7 +28,7 @@ class Call:
 
     ``plain_cu_seqlens``: one policy and no gaps, so ``starts`` are the cu_seqlens of the very sequences to compute (a tail
     beyond the last one may still exist). ``equal_lengths``: each sequence has as many query as key tokens.
-    ``contiguous_run``: the subset's sequences are one run of neighbours.
+    ``contiguous_run``: the subset's sequences are one run of neighbours. ``has_gaps``: a sequence may be shorter than its slot.
     """
 
     q: Tensor
@@ -47,6 +47,7 @@ class Call:
     deterministic: bool
     single_launch_plan: list[Tensor]
     contiguous_run: bool
+    has_gaps: bool = dataclasses.field(kw_only=True, default=True)
 
     @property
     def band(self) -> Band:

@@ -148,42 +148,54 @@ def band_bounds(band: Band, equal_lengths: bool, seqlen_q: int, seqlen_kv: int) 
     return left, right, band.bottom_right and bounded and not equal_lengths
 
 
-def forward_spec(call: ForwardCall) -> GraphSpec:
-    """The spec of a call, with statistics that do not depend on the number of tokens."""
-    q, k, v, out = call.q, call.k, call.v, call.out
+@functools.lru_cache(maxsize=4096)
+def call_class(
+    num_seqs: int, max_seqlen_q: int, max_seqlen_kv: int, band: Band, equal_lengths: bool
+) -> tuple[int, int, int, int | None, int | None, bool]:
+    """The buckets' bounds of a call's sizes, and its :func:`band_bounds`."""
+    seqlen_q, seqlen_kv = seqlen_bucket(max_seqlen_q), seqlen_bucket(max_seqlen_kv)
+    return batch_bucket(num_seqs), seqlen_q, seqlen_kv, *band_bounds(band, equal_lengths, seqlen_q, seqlen_kv)
+
+
+def needs_wide_offsets(total_q: int, total_kv: int, rows: list[int]) -> bool:
+    """Whether an offset may pass 2^31 elements, given the row strides. The longer side stands for both: wide is never wrong."""
+    return (total_q if total_q > total_kv else total_kv) * max(rows) >= 1 << 31
+
+
+def forward_spec(call: ForwardCall, in_place: bool = False) -> GraphSpec:
+    """The spec of a call: for its number of tokens alone where cuDNN is to write lse in place, else for any number."""
+    q = call.q
     total_q, heads, width_qk = q.shape
-    total_kv, heads_kv, width_v = v.shape
-    seqlen_q, seqlen_kv = seqlen_bucket(call.max_seqlen_q), seqlen_bucket(call.max_seqlen_kv)
-    strides = (q.stride(), k.stride(), v.stride(), out.stride())
+    total_kv, heads_kv, width_v = call.v.shape
+    strides = (q.stride(), call.k.stride(), call.v.stride(), (heads * width_v, width_v, 1))
+    batch, seqlen_q, seqlen_kv, left, right, bottom_right = call_class(
+        call.lens_q.shape[1], call.max_seqlen_q, call.max_seqlen_kv, call.band, call.equal_lengths
+    )
+    stats = LSE_IN_PLACE if in_place else LSE_TOKEN_MAJOR if call.max_logit is None else MAX_AND_SUM
     return GraphSpec(
-        False, q.device.index, q.dtype, batch_bucket(call.lens_q.shape[1]),
-        heads, heads_kv, width_qk, width_v, seqlen_q, seqlen_kv, strides,
-        *band_bounds(call.band, call.equal_lengths, seqlen_q, seqlen_kv), call.scale,
-        LSE_TOKEN_MAJOR if call.max_logit is None else MAX_AND_SUM, 0, 0, 0, False,
-        needs_wide_offsets(total_q, total_kv, strides),
+        False, q.device.index, q.dtype, batch, heads, heads_kv, width_qk, width_v, seqlen_q, seqlen_kv, strides,
+        left, right, bottom_right, call.scale, stats, total_q if in_place else 0, 0, 0, False,
+        needs_wide_offsets(total_q, total_kv, [strides[0][0], strides[1][0], strides[2][0], strides[3][0]]),
     )  # fmt: skip
 
 
 def backward_spec(call: BackwardCall) -> GraphSpec:
-    q, k, v = call.q, call.k, call.v
+    q = call.q
     total_q, heads, width_qk = q.shape
-    total_kv, heads_kv, width_v = v.shape
-    seqlen_q, seqlen_kv = seqlen_bucket(call.max_seqlen_q), seqlen_bucket(call.max_seqlen_kv)
-    strides = (q.stride(), k.stride(), v.stride(), call.out.stride(), call.grad_out.stride())
-    batch = call.lens_q.shape[1]
+    total_kv, heads_kv, width_v = call.v.shape
+    strides = (q.stride(), call.k.stride(), call.v.stride(), call.out.stride(), call.grad_out.stride())
+    num_seqs = call.lens_q.shape[1]
+    batch, seqlen_q, seqlen_kv, left, right, bottom_right = call_class(
+        num_seqs, call.max_seqlen_q, call.max_seqlen_kv, call.band, call.equal_lengths
+    )
+    # The deterministic workspace holds scores of every entry, so there an idle one costs memory.
+    batch = num_seqs if call.deterministic else batch
+    rows = [*[stride[0] for stride in strides], heads * width_qk, heads_kv * max(width_qk, width_v)]
     return GraphSpec(
-        # The deterministic workspace holds scores of every entry, so there an idle one costs memory.
-        True, q.device.index, q.dtype, batch if call.deterministic else batch_bucket(batch),
-        heads, heads_kv, width_qk, width_v, seqlen_q, seqlen_kv, strides,
-        *band_bounds(call.band, call.equal_lengths, seqlen_q, seqlen_kv), call.scale,
-        LSE_TOKEN_MAJOR, 0, total_bucket(total_q), total_bucket(total_kv), call.deterministic,
-        needs_wide_offsets(total_q, total_kv, (*strides, (heads * width_qk,), (heads_kv * max(width_qk, width_v),))),
+        True, q.device.index, q.dtype, batch, heads, heads_kv, width_qk, width_v, seqlen_q, seqlen_kv, strides,
+        left, right, bottom_right, call.scale, LSE_TOKEN_MAJOR, 0, total_bucket(total_q), total_bucket(total_kv),
+        call.deterministic, needs_wide_offsets(total_q, total_kv, rows),
     )  # fmt: skip
-
-
-def needs_wide_offsets(total_q: int, total_kv: int, strides: tuple[tuple[int, ...], ...]) -> bool:
-    """Whether an offset may pass 2^31 elements. Taking the longer side for all of them errs to the wide one."""
-    return max(total_q, total_kv) * max([stride[0] for stride in strides]) >= 1 << 31
 
 
 def operands(spec: GraphSpec) -> list[Operand]:
@@ -481,14 +493,14 @@ class Graph:
         self._graph.build_plans()
         self._workspace_bytes: int = self._graph.get_workspace_size()
         layout = metadata_layout(spec)
-        self._words = layout.words
+        self._words, self._pitch = layout.words, layout.pitch
         self._byte_offsets = layout.byte_offsets
         self._device = torch.device("cuda", spec.device)
         multipliers = [operand.row for operand in operands(spec)]
         self._multipliers = torch.tensor(multipliers, dtype=torch.int64, device=self._device)
         block = min(1024, max(32, 1 << (layout.pitch - 1).bit_length()))
         self._grid = (layout.rows + 2, -(-layout.pitch // block), 1)
-        self._constexprs = (layout.rows_q, layout.rows, layout.pitch, layout.wide, block)
+        self._constexprs = (layout.rows_q, layout.rows, layout.wide, block)
         self._uids = range(1, len(multipliers) + len(self._byte_offsets) + 1)
         self._execute = raw_execute(self._graph, len(self._uids))
 
@@ -498,8 +510,8 @@ class Graph:
 
         buffer = torch.empty(self._words, dtype=torch.int32, device=self._device)
         lens_q = call.lens_q
-        args = (call.starts_q, call.starts_kv, lens_q, call.lens_kv, self._multipliers, buffer, lens_q.shape[1])
-        metadata(self._grid, args, self._constexprs, self._device)
+        tables = (call.starts_q, call.starts_kv, lens_q, call.lens_kv, self._multipliers, buffer)
+        metadata(self._grid, (*tables, lens_q.shape[1], self._pitch), self._constexprs, self._device)
         base = buffer.data_ptr()
         pointers = [tensor.data_ptr() for tensor in tensors]
         pointers += [base + offset for offset in self._byte_offsets]
@@ -596,31 +608,30 @@ class Cudnn(Backend):
 
     # ------------------------------------------------------------------------------------------------------------- its graphs
     def _forward_graph(self, call: ForwardCall) -> Graph:
-        spec = forward_spec(call)
-        total = call.q.shape[0]
         graph = None
-        if total % IN_PLACE_MULTIPLE == 0 and spec.stats == LSE_TOKEN_MAJOR:
-            in_place = spec._replace(stats=LSE_IN_PLACE, pitch=total)
+        if call.q.shape[0] % IN_PLACE_MULTIPLE == 0 and call.max_logit is None:
+            in_place = forward_spec(call, in_place=True)
             graph = self._graphs.get(in_place)
-            if graph is None and self._may_write_in_place(spec, total):
+            if graph is None and self._may_write_in_place(in_place, forward_spec(call)):
                 graph = self._build(in_place)
         if graph is None:
+            spec = forward_spec(call)
             graph = self._graphs.get(spec) or self._build(spec)
         self._pin_if_capturing(graph)
         return graph
 
-    def _may_write_in_place(self, spec: GraphSpec, total: int) -> bool:
-        """Whether this total of the class gets a graph of its own. Under capture, where none can be built, a graph for all
-        totals will do."""
+    def _may_write_in_place(self, in_place: GraphSpec, spec: GraphSpec) -> bool:
+        """Whether this total of the class gets a graph of its own. Under capture, where none can be built, the graph for any
+        total will do."""
         if torch.cuda.is_current_stream_capturing() and self._graphs.get(spec) is not None:
             return False
         with self._lock:
             if len(self._in_place_totals) > 4 * MAX_GRAPHS:
                 self._in_place_totals.clear()
             totals = self._in_place_totals.setdefault(spec, [])
-            if total not in totals and len(totals) < MAX_IN_PLACE_TOTALS:
-                totals.append(total)
-            return total in totals
+            if in_place.pitch not in totals and len(totals) < MAX_IN_PLACE_TOTALS:
+                totals.append(in_place.pitch)
+            return in_place.pitch in totals
 
     def _build(self, spec: GraphSpec) -> Graph:
         if torch.cuda.is_current_stream_capturing():

@@ -48,7 +48,7 @@ from torch import Tensor
 from ..environment import compute_capability, package_version, version_tuple
 from ..masks import Band
 from ..params import AttentionParams, round_up
-from .base import BackwardCall, Backend, Call, ForwardCall, bottom_right_only_refusals, common_fused_refusals
+from .base import Backend, BackwardCall, Call, ForwardCall, bottom_right_only_refusals, common_fused_refusals
 
 DISTRIBUTION = "flash-attn-4"
 VERSION_READ = "4.0.0b36"
@@ -94,8 +94,7 @@ SM90_SHARED_MEMORY = 227 * 1024
 class Sm90BackwardTiles(NamedTuple):
     """interface.py ``_tile_size_bwd_sm90``, as far as sizes go.
 
-    ``swap``: dK and dV are computed transposed, with the width on the MMA's 64-row side. ``shared``: the warp groups that
-    share the width of one dK tile.
+    ``swap``: dK and dV are computed transposed, with the width on the MMA's 64-row side. ``shared``: the warp groups on it.
     """
 
     m: int
@@ -113,6 +112,15 @@ class Sm90BackwardTiles(NamedTuple):
     def accumulator_width(self, head_dim: int) -> int:
         """Columns that the pre- and postprocess and the allocations count with (interface.py:2612)."""
         return round_up(head_dim, 64 if self.swap else 32)
+
+    def step_v(self, head_dim: int) -> int:
+        """What the columns of a dO and dV tile must be a multiple of.
+
+        dO's layout in shared memory is built from atoms of up to 64 columns that fit head_dim_qk, not head_dim_v
+        (flash_bwd_sm90.py:226). Seen, also in (128, 96): else the DSL reports "expected top-level shape equivalence". Swapped,
+        dV has 64 columns on the MMA per warp group of that side. Seen: (256, 192) reports "failed to partition".
+        """
+        return 64 * self.shared if self.swap else math.gcd(self.width(head_dim), 64)
 
 
 @functools.cache
@@ -139,11 +147,6 @@ def sm90_forward_tiles(head_dim: int, head_dim_v: int, mask: KernelMask) -> tupl
     if head_dim <= 192:
         return 128, 96 if mask.local else (128 if head_dim_v <= 128 else 112), False
     return 128, 64 if mask.local else 80, False
-
-
-def _swizzle_columns(columns: int) -> int:
-    """Columns of the shared-memory atom that a tile this wide gets (hopper_helpers.get_smem_layout_atom, 16-bit)."""
-    return math.gcd(columns, 64)
 
 
 def sm90_backward_shared_memory(head_dim: int, head_dim_v: int, full: bool) -> int:
@@ -205,10 +208,10 @@ def _newer_entry_refusals(p: AttentionParams) -> Iterator[str]:
     """A version that was not read is asked: whether its private entries still take our arguments, and for its width limits."""
     try:
         interface = _interface()
-        for entry, arguments in ((interface._flash_attn_fwd, _FORWARD_ARGUMENTS), (interface._flash_attn_bwd, _BACKWARD_ARGUMENTS)):
-            missing = arguments - set(inspect.signature(entry).parameters)
+        for name, arguments in _ENTRY_ARGUMENTS.items():
+            missing = arguments - set(inspect.signature(getattr(interface, name)).parameters)
             if missing:
-                yield f"needs {entry.__name__} to take {', '.join(sorted(missing))}, which this version does not"
+                yield f"needs {name} to take {', '.join(sorted(missing))}, which this version does not"
         interface._validate_head_dims(p.head_dim_qk, p.head_dim_v, p.sm // 10, 16 // p.dtype.itemsize)
     except AssertionError as error:
         yield f"is refused by its own validator at head_dim_qk {p.head_dim_qk}, head_dim_v {p.head_dim_v}: {error}"
@@ -235,13 +238,13 @@ def _sm90_refusals(p: AttentionParams) -> Iterator[str]:
     if tiles.width(d) != tiles.accumulator_width(d):
         # Read; reported upstream as Dao-AILab/flash-attention#2896: dQ is silently wrong.
         yield (
-            f"computes dQ {tiles.width(d)} columns wide and reads it back {tiles.accumulator_width(d)} wide at head_dim_qk {d}: "
-            "up to 128 it needs head_dim_qk modulo 32 to be 0 or above 16"
+            f"reads dQ back {tiles.accumulator_width(d)} columns wide and computes it {tiles.width(d)} wide at head_dim_qk {d}: "
+            "up to 128, head_dim_qk modulo 32 must be 0 or 24"
         )
-    atom = _swizzle_columns(tiles.width(d) // tiles.shared)
-    if tiles.width(dv) % atom:
-        # The dO tile's layout comes from head_dim_qk (flash_bwd_sm90.py:226). Seen: (128, 96) does not compile.
-        yield f"needs head_dim_v, rounded up to 16, to be a multiple of {atom} to train at head_dim_qk {d}, found {dv}"
+    step = tiles.step_v(d)
+    if tiles.width(dv) % step:
+        unit = tiles.width(1)
+        yield f"needs head_dim_v, rounded up to {unit}, to be a multiple of {step} to train at head_dim_qk {d}, found {dv}"
     for full in dict.fromkeys(band.is_full for band in p.bands):
         asked = sm90_backward_shared_memory(d, dv, full)
         if asked > SM90_SHARED_MEMORY:
@@ -280,8 +283,10 @@ def _sm120_refusals(p: AttentionParams) -> Iterator[str]:
     keys = 128 if p.head_dim_qk <= 64 else 64
     asked = 2 * (128 * d + keys * d + keys * dv)
     used = 2 * (keys * dv + 128 * dv)
-    if max(asked, used) > SM120_SHARED_MEMORY or used > asked:
-        yield f"uses {max(asked, used)} bytes of shared memory in the forward at {widths}; asks for {asked}, sm{p.sm} has {SM120_SHARED_MEMORY}"
+    if asked > SM120_SHARED_MEMORY:
+        yield f"asks for {asked} bytes of shared memory in the forward at {widths}; sm{p.sm} has {SM120_SHARED_MEMORY}"
+    elif used > asked:
+        yield f"writes O over {used} bytes of shared memory in the forward at {widths}, of which it asks for {asked}"
     if not p.is_training:
         return
     if p.deterministic:
@@ -328,14 +333,14 @@ def _interface() -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------- the official entries
-_FORWARD_ARGUMENTS = frozenset(
-    "q k v cu_seqlens_q cu_seqlens_k seqused_q seqused_k max_seqlen_q max_seqlen_k softmax_scale causal window_size_left "
-    "window_size_right num_splits return_lse out lse".split()
+_COMMON_ARGUMENTS = frozenset(
+    {"q", "k", "v", "out", "lse", "softmax_scale", "causal", "window_size_left", "window_size_right", "cu_seqlens_q"}
+    | {"cu_seqlens_k", "seqused_q", "seqused_k", "max_seqlen_q", "max_seqlen_k"}
 )
-_BACKWARD_ARGUMENTS = frozenset(
-    "q k v out dout lse softmax_scale causal window_size_left window_size_right cu_seqlens_q cu_seqlens_k seqused_q seqused_k "
-    "max_seqlen_q max_seqlen_k deterministic dq dk dv".split()
-)
+_ENTRY_ARGUMENTS = {
+    "_flash_attn_fwd": _COMMON_ARGUMENTS | {"num_splits", "return_lse"},
+    "_flash_attn_bwd": _COMMON_ARGUMENTS | {"dout", "deterministic", "dq", "dk", "dv"},
+}
 _Used = tuple[Tensor, Tensor] | tuple[None, None]
 
 
@@ -402,31 +407,27 @@ def _official_backward(call: BackwardCall, mask: KernelMask, used: _Used) -> Non
 # ------------------------------------------------------------------------------------------- the direct way: keys and arguments
 _NO_AUX = (None, None)  # AuxData(tensors, scalars)
 _MANY = 256  # BIN_BATCH_SEARCH_THRESH: with more sequences the kernels are given the running sum of their tiles
-_FORWARD_ENTRIES = ("_flash_attn_fwd",)
-_BACKWARD_ENTRIES = ("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert")
 _Launches = tuple[tuple[Any, ...], ...]
 
 
 def _forward_key(call: ForwardCall, mask: KernelMask) -> tuple[Any, ...]:
-    """At least as fine as the library's key on sm90 (interface.py:1455-1521); strides stand for broadcast and alignment."""
-    q, k, v = call.q, call.k, call.v
+    """At least as fine as the library's key on sm90 (interface.py:1455-1521), given the call's promises on strides."""
+    q = call.q
     _, heads, d = q.shape
-    _, groups, dv = v.shape
+    _, groups, dv = call.v.shape
     many = call.starts_q.shape[0] > _MANY + 1
-    shape = (heads, groups, d, dv, q.stride(), k.stride(), v.stride())
-    return ("forward", q.get_device(), q.dtype, shape, mask.kind, call.plain_cu_seqlens, many)
+    return (q.get_device(), q.dtype, heads, groups, d, dv, mask.kind, call.plain_cu_seqlens, many)
 
 
 def _backward_key(call: BackwardCall, mask: KernelMask) -> tuple[Any, ...]:
     """Likewise (interface.py:2828-2876). The library compiles apart what has one tile at most, on either side."""
-    q, k, v = call.q, call.k, call.v
+    q = call.q
     total_q, heads, d = q.shape
-    total_kv, groups, dv = v.shape
+    total_kv, groups, dv = call.v.shape
     tiles = sm90_backward_tiles(d, dv, mask.kind == 0)
     bound_q, bound_kv = (call.max_seqlen_q, call.max_seqlen_kv) if call.deterministic else (total_q, total_kv)
     counts = (call.deterministic, bound_q <= tiles.m, bound_kv <= tiles.n, call.starts_q.shape[0] > _MANY + 1)
-    shape = (heads, groups, d, dv, q.stride(), k.stride(), v.stride(), call.grad_out.stride())
-    return ("backward", q.get_device(), q.dtype, shape, mask.kind, call.plain_cu_seqlens, counts)
+    return (q.get_device(), q.dtype, heads, groups, d, dv, mask.kind, call.plain_cu_seqlens, *counts)
 
 
 def _tile_sums(starts: Tensor, used: Tensor | None, tile: int, heads_per_row: int = 1) -> Tensor | None:
@@ -453,13 +454,16 @@ def _forward_launches(call: ForwardCall, mask: KernelMask, used: _Used) -> _Laun
     return (main,)
 
 
-def _accumulator(like: Tensor, leading: tuple[int, ...], starts: Tensor, total: int, tile: int, width: int, zero: bool) -> Tensor:
-    """float32 [*leading, rows * width], with room for each sequence to begin at a tile of its own (interface.py:2625, 2666)."""
-    rows = (total + starts.shape[0] * tile - 1) // tile * tile
+def _padded_rows(total: int, starts: Tensor, tile: int) -> int:
+    """Room for each sequence to begin at a tile of its own (interface.py:2625, 2666)."""
+    return (total + starts.shape[0] * tile - 1) // tile * tile
+
+
+def _check_accumulators(call: BackwardCall) -> None:
+    rows = max(call.q.shape[0], call.k.shape[0]) + call.starts_q.shape[0] * 128
+    width = round_up(max(call.q.shape[2], call.v.shape[2]), 64)
     if rows * width >= 1 << 31:
-        raise OverflowError(f"flash4 counts its accumulators in int32: {rows} rows of {width} columns are too many")
-    make = like.new_zeros if zero else like.new_empty
-    return make((*leading, rows * width), dtype=torch.float32)
+        raise OverflowError(f"flash4's backward counts in int32: {rows} rows of {width} columns are too many for one call")
 
 
 def _semaphore(call: BackwardCall, heads: int, bound: int, tile: int, last: int) -> Tensor:
@@ -476,9 +480,10 @@ def _backward_launches(call: BackwardCall, mask: KernelMask, used: _Used) -> _La
     tiles = sm90_backward_tiles(d, dv, mask.kind == 0)
     width, gqa = tiles.accumulator_width(d), heads != groups
     dq, dk, dv_out = call.grads
-    dq_sum = _accumulator(q, (heads,), starts_q, total_q, tiles.m, width, False)
-    dpsum = _accumulator(q, (heads,), starts_q, total_q, tiles.m, 1, False)
-    lse_log2 = torch.empty_like(dpsum)
+    rows = _padded_rows(total_q, starts_q, tiles.m)
+    dq_sum = q.new_empty((heads, rows * width), dtype=torch.float32)
+    dpsum = q.new_empty((heads, rows), dtype=torch.float32)
+    lse_log2 = q.new_empty((heads, rows), dtype=torch.float32)
     sums_q, sums_kv = _tile_sums(starts_q, used[0], tiles.m), _tile_sums(starts_kv, used[1], tiles.n)
     turn_q = turn_k = turn_v = None
     if call.deterministic:
@@ -487,9 +492,12 @@ def _backward_launches(call: BackwardCall, mask: KernelMask, used: _Used) -> _La
             turn_k, turn_v = (_semaphore(call, groups, call.max_seqlen_kv, tiles.n, 2) for _ in "kv")
     dk_sum, dv_sum = dk, dv_out
     if gqa:  # one width, by refusal, hence one buffer and one memset
-        dk_sum, dv_sum = _accumulator(q, (2, groups), starts_kv, total_kv, tiles.n, width, True).unbind(0)
+        rows = _padded_rows(total_kv, starts_kv, tiles.n)
+        dk_sum, dv_sum = q.new_zeros((2, groups, rows * width), dtype=torch.float32).unbind(0)
     scale, seqs = call.scale, (starts_q, starts_kv, *used)
-    before = (call.out, call.grad_out, dpsum, call.lse, lse_log2, dq_sum, starts_q, used[0], None, None, None, 1.0, sums_q, None)
+    before = (
+        call.out, call.grad_out, dpsum, call.lse, lse_log2, dq_sum, starts_q, used[0], None, None, None, 1.0, sums_q, None,
+    )  # fmt: skip
     main = (
         q, k, v, call.grad_out, lse_log2, dpsum, dq_sum, dk_sum, dv_sum, scale, *seqs,
         mask.left, mask.right, turn_q, turn_k, turn_v, _NO_AUX, None, sums_kv,
@@ -502,7 +510,7 @@ def _backward_launches(call: BackwardCall, mask: KernelMask, used: _Used) -> _La
     return before, main, after_dq, after_dk, after_dv
 
 
-# ------------------------------------------------------------------------------------------------ the direct way: how it is learnt
+# ---------------------------------------------------------------------------------------- the direct way: how it is learnt
 _Kernel = Callable[..., Any]
 _Launched = list[tuple[_Kernel, tuple[Any, ...]]]
 
@@ -589,6 +597,25 @@ def _aligned(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.storage_offset() * x.element_size() % 16 == 0 else x.clone()
 
 
+class _Way(NamedTuple):
+    """One direction: the entries whose launches are noted, the official call, and the launches that stand for it."""
+
+    entries: tuple[str, ...]
+    official: Callable[[Any, KernelMask, _Used], None]
+    launches: Callable[[Any, KernelMask, _Used], _Launches]
+
+
+_FORWARD = _Way(("_flash_attn_fwd",), _official_forward, _forward_launches)
+_BACKWARD = _Way(("_bwd_preprocess", "_flash_attn_bwd", "_bwd_postprocess_convert"), _official_backward, _backward_launches)
+
+
+def _tensors(call: Any, used: _Used) -> tuple[Tensor, ...]:
+    """The call's own tensors, buffers included."""
+    results = (*call.grads, call.grad_out) if isinstance(call, BackwardCall) else ()
+    seqs = tuple(x for x in (call.starts_q, call.starts_kv, *used) if x is not None)
+    return (call.q, call.k, call.v, call.out, call.lse, *results, *seqs)
+
+
 # ---------------------------------------------------------------------------------------------------------------- the backend
 class Flash4(Backend):
     """See the module's text.
@@ -620,64 +647,53 @@ class Flash4(Backend):
         yield from bottom_right_only_refusals(p)
         if p.return_max_logit:
             yield "returns no max_logit"
-        family = _FAMILIES.get(p.sm // 10) if p.device_type == "cuda" else None
-        if family is not None:
-            yield from family(p)
-        elif p.device_type == "cuda" and p.sm >= 90:
+        if p.device_type != "cuda" or p.sm < 90:
+            return
+        family = _FAMILIES.get(p.sm // 10)
+        if family is None:
             yield f"knows sm90 to sm121, found sm{p.sm}"
-        if _release(version) > _release(VERSION_READ) and family is not None:
+            return
+        yield from family(p)
+        if _release(version) > _release(VERSION_READ):
             yield from _newer_entry_refusals(p)
 
     def forward(self, call: ForwardCall) -> None:
-        mask, used = kernel_mask(call.band), _used_lengths(call)
-        key = _forward_key(call, mask)
-        kernels = self._kernels.get(key)
-        if kernels:
-            for kernel, args in zip(kernels, _forward_launches(call, mask, used)):
-                kernel(*args)
-        elif kernels is None:
-            ours = (call.q, call.k, call.v, call.out, call.lse)
-            self._learn(key, call, mask, used, ours, _FORWARD_ENTRIES, _official_forward, _forward_launches)
-        else:
-            _official_forward(call, mask, used)
+        mask = kernel_mask(call.band)
+        self._run(_FORWARD, _forward_key(call, mask), call, mask)
 
     def backward(self, call: BackwardCall) -> None:
-        mask, used = kernel_mask(call.band), _used_lengths(call)
-        key = _backward_key(call, mask)
-        kernels = self._kernels.get(key)
-        if kernels:
-            for kernel, args in zip(kernels, _backward_launches(call, mask, used)):
-                kernel(*args)
-        elif kernels is None:
-            ours = (call.q, call.k, call.v, call.out, call.lse, call.grad_out, *call.grads)
-            used = (_aligned(used[0]), _aligned(used[1]))  # type: ignore[assignment]
-            self._learn(key, call, mask, used, ours, _BACKWARD_ENTRIES, _official_backward, _backward_launches)
-        else:
-            _official_backward(call, mask, used)
+        mask = kernel_mask(call.band)
+        _check_accumulators(call)
+        self._run(_BACKWARD, _backward_key(call, mask), call, mask)
 
-    def _learn(
-        self,
-        key: tuple[Any, ...],
-        call: Any,
-        mask: KernelMask,
-        used: _Used,
-        ours: tuple[Tensor, ...],
-        entries: tuple[str, ...],
-        official: Callable[[Any, KernelMask, _Used], None],
-        launches: Callable[[Any, KernelMask, _Used], _Launches],
-    ) -> None:
-        """Runs ``call`` by the official entry and finds out whether the next one of this key can do without."""
-        version = self.version()
-        if version != VERSION_READ or not _on_sm90(call.q):
-            self._give_up(key, f"the direct way is for version {VERSION_READ} on sm90; this is {version}")
-            official(call, mask, used)
+    def _run(self, way: _Way, key: tuple[Any, ...], call: Any, mask: KernelMask) -> None:
+        kernels = self._kernels.get(key)
+        if kernels is None:
+            self._learn(way, key, call, mask)
             return
-        with self._lock, _recording(_interface(), entries) as launched:
-            official(call, mask, used)
+        used = _used_lengths(call)
+        if kernels:
+            try:
+                for kernel, args in zip(kernels, way.launches(call, mask, used)):
+                    kernel(*args)
+                return
+            except (TypeError, ValueError) as error:  # a kernel's check of its arguments, before it is launched
+                self._give_up(key, f"{type(error).__name__}: {error}")
+        way.official(call, mask, used)
+
+    def _learn(self, way: _Way, key: tuple[Any, ...], call: Any, mask: KernelMask) -> None:
+        """Runs ``call`` by the official entry and finds out whether the next one of this key can do without."""
+        version, used = self.version(), _used_lengths(call)
+        if version != VERSION_READ or not _on_sm90(call.q):
+            self._give_up(key, f"the direct way is for version {VERSION_READ} on sm90, found {version}")
+            way.official(call, mask, used)
+            return
+        used = (_aligned(used[0]), _aligned(used[1]))  # type: ignore[assignment]
+        with self._lock, _recording(_interface(), way.entries) as launched:
+            way.official(call, mask, used)
         if not launched:
-            return  # nothing to compute (no tokens): this call says nothing about the next
-        ours += tuple(x for x in (call.starts_q, call.starts_kv, *used) if x is not None)
-        difference = _difference(launches(call, mask, used), launched, ours)
+            return  # no tokens: this call says nothing about the next
+        difference = _difference(way.launches(call, mask, used), launched, _tensors(call, used))
         if difference is not None:
             self._give_up(key, difference)
             return

@@ -14,34 +14,34 @@ from .launch import Launcher
 BLOCK_ROWS = 64
 MAX_BLOCK_HEADS = 32
 
-_METADATA_RUNTIME = ["starts_q", "starts_kv", "lens_q", "lens_kv", "multipliers", "out", "num_seqs"]
+_METADATA_RUNTIME = ["starts_q", "starts_kv", "lens_q", "lens_kv", "multipliers", "out", "num_seqs", "pitch"]
 
 
 @triton.jit(do_not_specialize=_METADATA_RUNTIME, do_not_specialize_on_alignment=_METADATA_RUNTIME)
 def metadata_kernel(
-    starts_q, starts_kv, lens_q, lens_kv, multipliers, out, num_seqs,
-    ROWS_Q: tl.constexpr, ROWS: tl.constexpr, PITCH: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    starts_q, starts_kv, lens_q, lens_kv, multipliers, out, num_seqs, pitch,
+    ROWS_Q: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of ragged offsets (token start * multiplier; the first ROWS_Q over q, the others over kv), int64 if WIDE, else
-    int32; then the lengths of q and of kv, int32. Each row has PITCH entries: those after the last sequence repeat the end,
+    int32; then the lengths of q and of kv, int32. Each row has pitch entries: those after the last sequence repeat the end,
     and have length 0."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < PITCH
+    inside = at < pitch
     if row < ROWS:
         entry = tl.minimum(at, num_seqs)
         start = tl.where(row < ROWS_Q, tl.load(starts_q + entry), tl.load(starts_kv + entry))
         offset = start.to(tl.int64) * tl.load(multipliers + row)
         if WIDE:
-            tl.store(out.to(tl.pointer_type(tl.int64)) + row * PITCH + at, offset, mask=inside)
+            tl.store(out.to(tl.pointer_type(tl.int64)) + row * pitch + at, offset, mask=inside)
         else:
-            tl.store(out + row * PITCH + at, offset.to(tl.int32), mask=inside)
+            tl.store(out + row * pitch + at, offset.to(tl.int32), mask=inside)
     else:
         real = at < num_seqs
         of_q = tl.load(lens_q + at, mask=real, other=0)
         of_kv = tl.load(lens_kv + at, mask=real, other=0)
         words: tl.constexpr = 2 if WIDE else 1
-        base = out + ROWS * PITCH * words + (row - ROWS) * PITCH
+        base = out + ROWS * pitch * words + (row - ROWS) * pitch
         tl.store(base + at, tl.where(row == ROWS, of_q, of_kv), mask=inside)
 
 

@@ -12,26 +12,35 @@ from typing import Any
 import torch
 
 
+_Grid = tuple[int, int, int]
+
+
 class Launcher:
     """Launches one ``@triton.jit`` function declared with ``do_not_specialize`` on all its run-time arguments."""
 
     def __init__(self, jit_function: Any, num_warps: int = 4) -> None:
         self._jit = jit_function
         self._num_warps = num_warps
-        self._compiled: dict[tuple[object, ...], Any] = {}
-        self._direct = True
+        self._compiled: dict[tuple[Any, ...], tuple[Any, Any, Any]] = {}
 
-    def __call__(self, grid: tuple[int, int, int], args: tuple[Any, ...], constexprs: tuple[Any, ...], device: torch.device) -> None:
+    def __call__(self, grid: _Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], device: torch.device) -> None:
         """``args`` are the run-time arguments in order (every int below 2^31), ``constexprs`` the trailing constexpr ones."""
-        kind = (device.index, constexprs, tuple([a.dtype for a in args if isinstance(a, torch.Tensor)]))
-        compiled = self._compiled.get(kind)
-        if compiled is not None and self._direct:
-            stream = torch._C._cuda_getCurrentRawStream(device.index)
-            compiled.run(
-                grid[0], grid[1], grid[2], stream, compiled.function, compiled.packed_metadata, None, None, None, *args, *constexprs
-            )
+        dtypes = tuple([a.dtype for a in args if isinstance(a, torch.Tensor)])
+        self.launch((device.index, constexprs, dtypes), grid, args, constexprs, device.index)
+
+    def launch(
+        self, kind: tuple[Any, ...], grid: _Grid, args: tuple[Any, ...], constexprs: tuple[Any, ...], device_index: int
+    ) -> None:
+        """:meth:`__call__` for callers that know a shorter name for the dtypes, constexprs and device: ``kind``."""
+        found = self._compiled.get(kind)
+        if found is not None:
+            run, function, metadata = found
+            stream = torch._C._cuda_getCurrentRawStream(device_index)
+            # The launcher takes addresses, for which it does not have to ask the driver.
+            values = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in args]
+            run(grid[0], grid[1], grid[2], stream, function, metadata, None, None, None, *values, *constexprs)
             return
         compiled = self._jit[grid](*args, *constexprs, num_warps=self._num_warps)
         # A private interface: where any of it is missing, every launch goes the documented way.
-        self._direct = all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata"))
-        self._compiled[kind] = compiled
+        if all(hasattr(compiled, name) for name in ("run", "function", "packed_metadata")):
+            self._compiled[kind] = (compiled.run, compiled.function, compiled.packed_metadata)

@@ -12,13 +12,6 @@ from .launch import Launcher
 
 UNBOUNDED = 1 << 30
 
-_FILL_RUNTIME = [
-    "a_ptr", "b_ptr", "lse_ptr", "starts_ptr", "lens_ptr", "others_ptr",
-    "c_ptr", "d_ptr", "starts2_ptr", "lens2_ptr", "others2_ptr",
-    "a_width", "b_width", "heads", "rows", "c_width", "d_width", "rows2",
-    "num_seqs", "num_policies", "left", "right",
-]  # fmt: skip
-
 @triton.jit
 def outside(starts, lens, n, num_seqs, num_policies, rows):
     """Rows of slot n that belong to no sequence; slot num_seqs is what lies before the first start."""
@@ -51,13 +44,23 @@ def minus_infinity(lse, heads, rows, lo, hi, split, splits, BLOCK: tl.constexpr)
             tl.store(base + row + lane, value, mask=row + lane < hi)
 
 @triton.jit
-def clear(a, a_width, b, b_width, lse, heads, rows, lo, hi, split, splits, HAS_B: tl.constexpr, HAS_LSE: tl.constexpr, BLOCK: tl.constexpr):
+def clear_forward(out, width, lse, heads, rows, lo, hi, BLOCK: tl.constexpr):
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
+    if lo < hi:
+        zero(out, width, lo, hi, split, splits, BLOCK)
+        minus_infinity(lse, heads, rows, lo, hi, split, splits, 128)
+
+
+@triton.jit
+def clear_backward(a, a_width, b, b_width, lo, hi, HAS_B: tl.constexpr, BLOCK: tl.constexpr):
+    split = tl.program_id(1)
+    splits = tl.num_programs(1)
     if lo < hi:
         zero(a, a_width, lo, hi, split, splits, BLOCK)
         if HAS_B:
             zero(b, b_width, lo, hi, split, splits, BLOCK)
-        if HAS_LSE:
-            minus_infinity(lse, heads, rows, lo, hi, split, splits, 128)
+
 
 @triton.jit
 def unseen(length, other, off, left, right):
@@ -68,40 +71,73 @@ def unseen(length, other, off, left, right):
         first = length
     return first, tl.maximum(first, second)
 
-@triton.jit(do_not_specialize=_FILL_RUNTIME, do_not_specialize_on_alignment=_FILL_RUNTIME)
-def fill_kernel(
-    a_ptr, b_ptr, lse_ptr, starts_ptr, lens_ptr, others_ptr,
-    c_ptr, d_ptr, starts2_ptr, lens2_ptr, others2_ptr,
-    a_width, b_width, heads, rows, c_width, d_width, rows2,
-    num_seqs, num_policies, left, right,
-    BAND: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, HAS_B: tl.constexpr, HAS_LSE: tl.constexpr,
-    SIDES: tl.constexpr, BLOCK: tl.constexpr,
+_OUTSIDE_FORWARD = ["out", "lse", "starts", "lens", "width", "heads", "rows", "num_seqs", "num_policies"]
+
+
+@triton.jit(do_not_specialize=_OUTSIDE_FORWARD, do_not_specialize_on_alignment=_OUTSIDE_FORWARD)
+def outside_forward_kernel(out, lse, starts, lens, width, heads, rows, num_seqs, num_policies, BLOCK: tl.constexpr):
+    lo, hi = outside(starts, lens, tl.program_id(0), num_seqs, num_policies, rows)
+    clear_forward(out, width, lse, heads, rows, lo, hi, BLOCK)
+
+
+_OUTSIDE_BACKWARD = [
+    "dq", "dk", "dv", "starts_q", "lens_q", "starts_kv", "lens_kv",
+    "q_width", "k_width", "v_width", "rows_q", "rows_kv", "num_seqs", "num_policies",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_OUTSIDE_BACKWARD, do_not_specialize_on_alignment=_OUTSIDE_BACKWARD)
+def outside_backward_kernel(
+    dq, dk, dv, starts_q, lens_q, starts_kv, lens_kv, q_width, k_width, v_width, rows_q, rows_kv, num_seqs, num_policies,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    if tl.program_id(2) == 0:
+        lo, hi = outside(starts_q, lens_q, tl.program_id(0), num_seqs, num_policies, rows_q)
+        clear_backward(dq, q_width, dq, q_width, lo, hi, False, BLOCK)
+    else:
+        lo, hi = outside(starts_kv, lens_kv, tl.program_id(0), num_seqs, num_policies, rows_kv)
+        clear_backward(dk, k_width, dv, v_width, lo, hi, True, BLOCK)
+
+
+_KEYLESS = ["out", "lse", "starts", "lens", "others", "width", "heads", "rows", "left", "right"]
+
+
+@triton.jit(do_not_specialize=_KEYLESS, do_not_specialize_on_alignment=_KEYLESS)
+def keyless_kernel(
+    out, lse, starts, lens, others, width, heads, rows, left, right, BOTTOM_RIGHT: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     n = tl.program_id(0)
-    split = tl.program_id(1)
-    splits = tl.num_programs(1)
-    side = tl.program_id(2)
-    if BAND:
-        if side == 0:
-            length, other, start = tl.load(lens_ptr + n), tl.load(others_ptr + n), tl.load(starts_ptr + n)
-            off = other - length if BOTTOM_RIGHT else 0
-            first, second = unseen(length, other, off, left, right)
-            clear(a_ptr, a_width, b_ptr, b_width, lse_ptr, heads, rows, start, start + first, split, splits, HAS_B, HAS_LSE, BLOCK)
-            clear(a_ptr, a_width, b_ptr, b_width, lse_ptr, heads, rows, start + second, start + length, split, splits, HAS_B, HAS_LSE, BLOCK)
-        elif SIDES == 2:
-            # Seen from the keys, the band is mirrored: left and right change places, and the offset its sign.
-            length, other, start = tl.load(lens2_ptr + n), tl.load(others2_ptr + n), tl.load(starts2_ptr + n)
-            off = other - length if BOTTOM_RIGHT else 0
-            first, second = unseen(length, other, off, right, left)
-            clear(c_ptr, c_width, d_ptr, d_width, lse_ptr, heads, rows, start, start + first, split, splits, True, False, BLOCK)
-            clear(c_ptr, c_width, d_ptr, d_width, lse_ptr, heads, rows, start + second, start + length, split, splits, True, False, BLOCK)
+    length, other, start = tl.load(lens + n), tl.load(others + n), tl.load(starts + n)
+    off = other - length if BOTTOM_RIGHT else 0
+    first, second = unseen(length, other, off, left, right)
+    clear_forward(out, width, lse, heads, rows, start, start + first, BLOCK)
+    clear_forward(out, width, lse, heads, rows, start + second, start + length, BLOCK)
+
+
+_UNSEEN = [
+    "dq", "dk", "dv", "starts_q", "lens_q", "starts_kv", "lens_kv", "q_width", "k_width", "v_width", "left", "right",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_UNSEEN, do_not_specialize_on_alignment=_UNSEEN)
+def unseen_kernel(
+    dq, dk, dv, starts_q, lens_q, starts_kv, lens_kv, q_width, k_width, v_width, left, right,
+    BOTTOM_RIGHT: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0)
+    len_q, len_kv = tl.load(lens_q + n), tl.load(lens_kv + n)
+    off = len_kv - len_q if BOTTOM_RIGHT else 0
+    if tl.program_id(2) == 0:
+        start = tl.load(starts_q + n)
+        first, second = unseen(len_q, len_kv, off, left, right)
+        clear_backward(dq, q_width, dq, q_width, start, start + first, False, BLOCK)
+        clear_backward(dq, q_width, dq, q_width, start + second, start + len_q, False, BLOCK)
     else:
-        if side == 0:
-            lo, hi = outside(starts_ptr, lens_ptr, n, num_seqs, num_policies, rows)
-            clear(a_ptr, a_width, b_ptr, b_width, lse_ptr, heads, rows, lo, hi, split, splits, HAS_B, HAS_LSE, BLOCK)
-        elif SIDES == 2:
-            lo, hi = outside(starts2_ptr, lens2_ptr, n, num_seqs, num_policies, rows2)
-            clear(c_ptr, c_width, d_ptr, d_width, lse_ptr, heads, rows, lo, hi, split, splits, True, False, BLOCK)
+        # Seen from the keys, the band is mirrored: left and right change places, and the offset its sign.
+        start = tl.load(starts_kv + n)
+        first, second = unseen(len_kv, len_q, -off, right, left)
+        clear_backward(dk, k_width, dv, v_width, start, start + first, True, BLOCK)
+        clear_backward(dk, k_width, dv, v_width, start + second, start + len_kv, True, BLOCK)
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -170,7 +206,10 @@ def subsets_kernel(
 
 
 
-fill = Launcher(fill_kernel)
+outside_forward = Launcher(outside_forward_kernel)
+outside_backward = Launcher(outside_backward_kernel)
+keyless = Launcher(keyless_kernel)
+unseen_grads = Launcher(unseen_kernel)
 copy = Launcher(copy_kernel, num_warps=8)
 copy_lse = Launcher(copy_lse_kernel)
 subsets = Launcher(subsets_kernel)

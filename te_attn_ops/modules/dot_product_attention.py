@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import thd_attention
 from ..masks import PADDING_MASK_TYPES, normalize_mask_type, normalize_window, resolve_mask
-from ..policies import PreparedPolicies
+from ..policies import PlanSpec, PreparedPolicies
+from .layers import drop_extra_state
 from .layouts import PackedInputs, check_qkv_format, pack_dense, unpack_dense, unpack_projection
 from .unsupported import refuse_context_parallel, refuse_unsupported
 
@@ -91,6 +92,7 @@ class DotProductAttention(torch.nn.Module):
         self.pad_head_dim = pad_head_dim
         self.sanitize_padding = sanitize_padding
         self.selection = selection
+        self.register_load_state_dict_pre_hook(drop_extra_state)
 
     def set_context_parallel_group(self, cp_group: Any, *args: Any, **kwargs: Any) -> None:
         refuse_context_parallel(self, cp_group)
@@ -140,8 +142,8 @@ class DotProductAttention(torch.nn.Module):
         """Attention over one batch. None for an argument that the constructor has too means the constructor's value.
 
         Args:
-            query_layer: [total_q, heads, head_dim_qk] in thd, [s_q, b, heads, head_dim_qk] in sbhd, [b, s_q, heads, head_dim_qk]
-                in bshd.
+            query_layer: thd [total_q, heads, head_dim_qk], sbhd [s_q, b, heads, head_dim_qk], bshd [b, s_q, heads,
+                head_dim_qk].
             key_layer, value_layer: alike, with num_gqa_groups heads; value_layer has head_dim_v.
             qkv_layer, kv_layer: instead of the separate tensors, one that holds 3 (or 2) of them at ``qkv_interleave_dim``: -3
                 for [..., 3, heads, width], -2 for [..., heads, 3, width]. Read as views.
@@ -154,8 +156,8 @@ class DotProductAttention(torch.nn.Module):
             pad_between_seqs: None: there are gaps iff cu_seqlens_*_padded are given and not the plain tensors themselves. True
                 says no more than that, at no cost. False with such tensors is an error.
             checkpoint_core_attention: keep q, k and v only and compute attention again in the backward.
-            thd_attention_policies, thd_attention_policy_dispatch: a mask of its own for each sequence (thd only); exclusive with
-                this call's attn_mask_type and window_size. See :func:`te_attn_ops.thd_attention`.
+            thd_attention_policies, thd_attention_policy_dispatch: a mask of its own for each sequence (thd only); exclusive
+                with this call's attn_mask_type and window_size. See :func:`te_attn_ops.thd_attention`.
             backend, pad_head_dim, sanitize_padding, selection: see :func:`te_attn_ops.thd_attention`.
             fast_zero_fill: accepted and without effect.
 
@@ -217,6 +219,19 @@ class DotProductAttention(torch.nn.Module):
             )
         return out if max_logit is None else (out, max_logit)
 
+    def plan_spec(self, dtype: torch.dtype | None = None) -> PlanSpec:
+        """What :func:`te_attn_ops.prepare_thd_policies` needs to know of this attention to plan a single launch.
+
+        dtype: of q, k and v; default CUDA's autocast dtype where that is on, else torch's default dtype, bfloat16 if that is no
+        16-bit one.
+        """
+        if dtype is None:
+            dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else torch.get_default_dtype()
+            dtype = dtype if dtype.itemsize == 2 else torch.bfloat16
+        return PlanSpec(
+            dtype, self.num_attention_heads, self.num_gqa_groups, self.head_dim_qk, self.head_dim_v, training=self.training
+        )
+
     # ----------------------------------------------------------------------------------------------------------- the layouts
     def _attend_dense(
         self,
@@ -270,8 +285,8 @@ class DotProductAttention(torch.nn.Module):
         has_gaps = slots_q is not None and (slots_q is not cu_q or slots_kv is not cu_kv)
         if pad_between_seqs is False and has_gaps:
             raise ValueError(
-                "pad_between_seqs=False contradicts cu_seqlens_q_padded and cu_seqlens_kv_padded: leave them out, or pass None or "
-                "True (gaps are addressed in place and cost nothing where there are none)"
+                "pad_between_seqs=False contradicts cu_seqlens_q_padded and cu_seqlens_kv_padded: leave them out, or pass None "
+                "or True (gaps are addressed in place and cost nothing where there are none)"
             )
         return PackedInputs(q, k, v, cu_q, cu_kv, slots_q, slots_kv, max_seqlen_q, max_seqlen_kv)
 

@@ -108,8 +108,8 @@ def pack_dense(
     """Dense q [s_q, b, h, d] or [b, s_q, h, d] (and k, v alike) as packed rows.
 
     bshd: sequence n is rows n * s .. of [b * s, h, d]; with ``padding`` its first cu_seqlens[n + 1] - cu_seqlens[n] rows count
-    and the others are gaps, in place. sbhd without padding: heads of different samples never meet, so the batch joins the heads,
-    [s, b * h, d], and nothing is transposed; the groups of GQA stay in order. sbhd with padding is transposed first.
+    and the others are gaps, in place. sbhd without padding: heads of different samples never meet, so the batch joins the
+    heads, [s, b * h, d], and nothing is transposed; the groups of GQA stay in order. sbhd with padding is transposed first.
     """
     if qkv_format == "sbhd" and not padding:
         q, k, v = (x.flatten(1, 2) for x in (q, k, v))

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..policies import PreparedPolicies
+from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
 from .dot_product_attention import DotProductAttention, check_heads, check_mask_arguments
 from .layers import (
@@ -208,8 +208,8 @@ class MultiheadAttention(torch.nn.Module):
             raise NotImplementedError("attention_type='cross' is not supported with multi-head latent attention (kv_lora_rank)")
         if self.num_gqa_groups != self.num_attention_heads:
             raise ValueError(
-                f"num_gqa_groups={self.num_gqa_groups} does not fit multi-head latent attention (kv_lora_rank), where each of the "
-                f"{self.num_attention_heads} heads has keys and values of its own; leave it out"
+                f"num_gqa_groups={self.num_gqa_groups} does not fit multi-head latent attention (kv_lora_rank), where each of "
+                f"the {self.num_attention_heads} heads has keys and values of its own; leave it out"
             )
         for name, value in (("kv_channels", kv_channels), ("qk_norm_type", qk_norm_type)):
             if value is not None:
@@ -254,6 +254,12 @@ class MultiheadAttention(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Initialises every parameter again; after ``to_empty`` it ends deferred (meta) initialisation."""
         reset_children(self)
+
+    def plan_spec(self, dtype: torch.dtype | None = None) -> PlanSpec:
+        """:meth:`DotProductAttention.plan_spec`; the default dtype is autocast's or the parameters'."""
+        if dtype is None and not torch.is_autocast_enabled("cuda"):
+            dtype = self.proj.weight.dtype
+        return self.core_attention.plan_spec(dtype)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         refuse_unsupported(tp_group=tp_group)

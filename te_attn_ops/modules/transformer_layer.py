@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..policies import PreparedPolicies
+from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
 from .dot_product_attention import check_mask_arguments
 from .layers import InitMethod, Norm, drop_extra_state, factory_arguments, reset_children
@@ -150,10 +150,10 @@ class TransformerLayer(torch.nn.Module):
             sanitize_padding=sanitize_padding, selection=selection,
             return_layernorm_output=apply_residual_connection_post_layernorm,
         )  # fmt: skip
-        latent: dict[str, Any] = dict(
-            q_lora_rank=q_lora_rank, kv_lora_rank=kv_lora_rank, qk_nope_head_dim=qk_nope_head_dim,
-            qk_rope_head_dim=qk_rope_head_dim, v_head_dim=v_head_dim, softmax_scale=softmax_scale,
-        )  # fmt: skip
+        latent: dict[str, Any] = {
+            "q_lora_rank": q_lora_rank, "kv_lora_rank": kv_lora_rank, "qk_nope_head_dim": qk_nope_head_dim,
+            "qk_rope_head_dim": qk_rope_head_dim, "v_head_dim": v_head_dim, "softmax_scale": softmax_scale,
+        }  # fmt: skip
         self._make_attention(hidden_size, num_attention_heads, attention, latent)
         self.layernorm_mlp = LayerNormMLP(
             hidden_size,
@@ -191,6 +191,10 @@ class TransformerLayer(torch.nn.Module):
     def reset_parameters(self) -> None:
         """Initialises every parameter again; after ``to_empty`` it ends deferred (meta) initialisation."""
         reset_children(self)
+
+    def plan_spec(self, dtype: torch.dtype | None = None) -> PlanSpec:
+        """Self-attention's :meth:`MultiheadAttention.plan_spec`."""
+        return self.self_attention.plan_spec(dtype)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         refuse_unsupported(tp_group=tp_group)

@@ -1,0 +1,244 @@
+"""The policies' list: what is accepted, what is routed where, and the error of everything else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from te_attn_ops import AttentionPolicy, prepare_thd_policies, testing, thd_attention
+from te_attn_ops.masks import Band
+from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, PackedCase, build
+
+CU = torch.tensor([0, 4, 8, 12, 16], dtype=torch.int32)
+
+
+def ids(*values: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def policy(*values: int, mask_type: str = "padding", window: object = None, **extra: object) -> dict[str, object]:
+    return {"sequence_ids": ids(*values), "mask_type": mask_type, "window_size": window, **extra}
+
+
+# ------------------------------------------------------------------------------------------------------------------- accepted
+def test_routes_every_sequence_to_its_policy() -> None:
+    prepared = prepare_thd_policies([policy(1, 3), policy(0, 2, mask_type="padding_causal", window=(1, 0))], CU)
+    assert prepared.policy_index.tolist() == [1, 0, 1, 0] and prepared.policy_index.dtype == torch.int32
+    assert prepared.policies == (AttentionPolicy("padding", None, None), AttentionPolicy("padding_causal", (1, 0), None))
+    assert prepared.num_policies == 2 and not prepared.contiguous and not prepared.mutable
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_ids_of_either_integer_type(dtype: torch.dtype) -> None:
+    policies = [{**policy(), "sequence_ids": ids(0, 1, dtype=dtype)}, {**policy(), "sequence_ids": ids(2, 3, dtype=dtype)}]
+    assert prepare_thd_policies(policies, CU.to(dtype)).policy_index.tolist() == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("owner", "contiguous"), [((0, 0, 1, 1), True), ((1, 1, 0, 0), True), ((0, 1, 0, 1), False), ((0, 0, 0, 0), True), ((0, 1, 1, 0), False)]
+)
+def test_contiguous_means_one_run_for_each_policy(owner: tuple[int, ...], contiguous: bool) -> None:
+    prepared = prepare_thd_policies(testing.policy_list((FULL, CAUSAL), owner, "cpu"), CU)
+    assert prepared.contiguous is contiguous
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_the_order_of_the_list_means_nothing(order: tuple[int, ...], dispatch: str) -> None:
+    inputs = build(PackedCase((5, 9, 3, 7), masks=(FULL, CAUSAL, Mask("padding", (1, 1))), owner=(2, 0, 1, 0)))
+    policies = inputs.policies()
+    expected = inputs.run(thd_attention_policies=policies, thd_attention_policy_dispatch=dispatch)
+    shuffled = inputs.run(thd_attention_policies=[policies[p] for p in order], thd_attention_policy_dispatch=dispatch)
+    for got, want in zip(shuffled, expected):
+        assert got is want is None or torch.equal(got, want)
+
+
+def test_a_policy_without_sequences_is_dropped_unless_members_may_change() -> None:
+    policies = [policy(), policy(0, 1, 2, 3, mask_type="padding_causal"), policy(window=(2, 2))]
+    static = prepare_thd_policies(policies, CU)
+    assert static.num_policies == 1 and static.policy_index.tolist() == [0] * 4 and static.policies[0].mask_type == "padding_causal"
+    mutable = prepare_thd_policies(policies, CU, mutable=True)
+    assert mutable.num_policies == 3 and mutable.policy_index.tolist() == [1] * 4 and mutable.mutable and not mutable.contiguous
+
+
+@pytest.mark.parametrize("dispatch", ["auto", "padded", "grouped"])
+@pytest.mark.parametrize("mutable", [False, True])
+def test_a_policy_without_sequences_changes_nothing(dispatch: str, mutable: bool) -> None:
+    inputs = build(PackedCase((4, 4, 4, 4), masks=(CAUSAL,), owner=(0, 0, 0, 0)))
+    policies = [policy(), *inputs.policies(), policy(window=(1, 1))]
+    prepared = prepare_thd_policies(policies, inputs.cu_seqlens_q, mutable=mutable)
+    got = inputs.run(thd_attention_policies=prepared, thd_attention_policy_dispatch=dispatch)
+    testing.assert_matches(got, testing.reference(inputs), inputs)
+
+
+def test_no_sequences_at_all() -> None:
+    prepared = prepare_thd_policies([policy()], torch.zeros(1, dtype=torch.int32))
+    assert prepared.policy_index.shape == (0,) and prepared.num_policies == 1
+
+
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_members_may_change_where_that_was_announced(dispatch: str) -> None:
+    inputs = build(PackedCase((4, 6, 5, 3), masks=(FULL, CAUSAL), owner=(0, 1, 0, 1)))
+    prepared = inputs.prepare(mutable=True)
+    for owner in ((0, 1, 0, 1), (1, 1, 0, 0), (1, 1, 1, 1), (0, 0, 0, 0)):
+        prepared.policy_index.copy_(torch.tensor(owner))
+        moved = build(inputs.case.replace(owner=owner))
+        result = inputs.run(thd_attention_policies=prepared, thd_attention_policy_dispatch=dispatch)
+        testing.assert_matches(result, testing.reference(moved), inputs)
+
+
+def test_alignment_falls_back_to_the_call() -> None:
+    """A policy's own bottom_right_diagonal, else the forward's argument, else True; a causal type's alignment is its own."""
+    masks = (Mask("padding", (2, 1)), Mask("padding", (2, 1), True), Mask("padding", (2, 1), False), CAUSAL, BOTTOM_RIGHT)
+    inputs = build(PackedCase((5,) * 5, (8,) * 5, masks=masks, owner=(0, 1, 2, 3, 4)))
+    for default in (None, True, False):
+        resolved = tuple(mask._replace(bottom_right_diagonal=default) if mask[2] is None else mask for mask in masks)
+        expected = testing.closed_form(inputs.case.replace(masks=resolved))[1]
+        lse = testing.closed_form_inputs(inputs.case).attend(bottom_right_diagonal=default, return_lse=True)[1]
+        torch.testing.assert_close(lse[0].double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_equal_lengths_is_a_promise_that_is_checked() -> None:
+    cu_kv = CU.clone()
+    assert prepare_thd_policies([policy(0, 1, 2, 3)], CU, cu_kv, equal_lengths=True).equal_lengths
+    cu_kv[1] = 3
+    with pytest.raises(ValueError, match="equal_lengths=True, but sequence 0 has 4 query and 3 key tokens"):
+        prepare_thd_policies([policy(0, 1, 2, 3)], CU, cu_kv, equal_lengths=True)
+
+
+def test_contents_of_cu_seqlens_are_checked_unless_told_not_to() -> None:
+    bad = torch.tensor([0, 8, 4, 12, 16])
+    with pytest.raises(ValueError, match="cu_seqlens_q must not descend: entry 2 is 4 after 8"):
+        prepare_thd_policies([policy(0, 1, 2, 3)], bad)
+    prepare_thd_policies([policy(0, 1, 2, 3)], bad, validate=False)
+
+
+def test_windows_are_normalised_as_for_scalar_masks() -> None:
+    with pytest.warns(UserWarning, match=r"window_size \(7, 3\) with attn_mask_type 'padding_causal' is used as \(7, 0\)"):
+        prepared = prepare_thd_policies([policy(0, 1, 2, 3, mask_type="padding,causal", window=[7, 3])], CU)
+    assert prepared.policies == (AttentionPolicy("padding_causal", (7, 3), None),)
+    assert prepared.policies[0].band(None) == Band(7, 0, False)
+
+
+def test_prepared_policies_are_a_pytree_of_tensors() -> None:
+    prepared = prepare_thd_policies([policy(1, 3), policy(0, 2, window=(1, 0))], CU)
+    leaves, spec = torch.utils._pytree.tree_flatten(prepared)
+    assert [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)] == [prepared.policy_index]
+    assert torch.utils._pytree.tree_unflatten(leaves, spec).policies == prepared.policies
+
+
+# --------------------------------------------------------------------------------------------------------------------- refused
+@pytest.mark.parametrize(
+    ("policies", "error", "message"),
+    [
+        ({"sequence_ids": ids(0)}, TypeError, "thd_attention_policies must be a list of dicts, got dict"),
+        ("padding", TypeError, "thd_attention_policies must be a list of dicts, got str"),
+        (ids(0), TypeError, "thd_attention_policies must be a list of dicts, got Tensor"),
+        ([], ValueError, "thd_attention_policies must hold at least one policy, got an empty list"),
+        ([["padding"]], TypeError, r"thd_attention_policies\[0\] must be a dict, got list"),
+        ([policy(0, 1, 2, 3), None], TypeError, r"thd_attention_policies\[1\] must be a dict, got NoneType"),
+        (
+            [{"sequence_ids": ids(0), "mask_type": "padding"}],
+            ValueError,
+            r"thd_attention_policies\[0\] lacks window_size; it needs mask_type, sequence_ids, window_size",
+        ),
+        ([{}], ValueError, r"thd_attention_policies\[0\] lacks mask_type, sequence_ids, window_size"),
+        (
+            [policy(0, 1, 2, 3, window_sise=(1, 1), dropout=0.1)],
+            ValueError,
+            r"thd_attention_policies\[0\] has unknown keys dropout, window_sise; it takes bottom_right_diagonal, mask_type",
+        ),
+    ],
+)
+def test_what_is_no_list_of_complete_dicts(policies: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        prepare_thd_policies(policies, CU)  # type: ignore[arg-type]
+
+
+NAME = r"thd_attention_policies\[0\]\.sequence_ids"
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ([0, 1, 2, 3], TypeError, f"{NAME} must be a 1-D int32 or int64 tensor, got list"),
+        (torch.tensor([0.0, 1.0]), TypeError, f"{NAME} must be int32 or int64, got torch.float32"),
+        (torch.tensor([True, False]), TypeError, f"{NAME} must be int32 or int64, got torch.bool"),
+        (ids(0, 1, dtype=torch.int16), TypeError, f"{NAME} must be int32 or int64, got torch.int16"),
+        (ids(0, 1, 2, 3).view(2, 2), ValueError, rf"{NAME} must be one-dimensional, got shape \(2, 2\)"),
+        (torch.tensor(0), ValueError, rf"{NAME} must be one-dimensional, got shape \(\)"),
+        (ids(0, 1, 2, 3).to("meta"), ValueError, f"{NAME} must be on cpu, as cu_seqlens_q is; got meta"),
+        (ids(0, 2, 1, 3), ValueError, f"{NAME} must be strictly ascending, but is not ascending: 1 after 2"),
+        (ids(0, 1, 1, 2), ValueError, f"{NAME} must be strictly ascending, but holds a duplicate: 1 after 1"),
+        (ids(0, 1, 2, 4), ValueError, f"{NAME} holds 4, out of range for 4 sequences"),
+        (ids(-1, 0, 1, 2), ValueError, f"{NAME} holds -1, out of range for 4 sequences"),
+        (ids(0, 1, 3), ValueError, "thd_attention_policies must cover every sequence: sequence 2 of 4 is in no policy"),
+        (ids(), ValueError, "thd_attention_policies must cover every sequence: sequence 0 of 4 is in no policy"),
+    ],
+)
+def test_malformed_ids(values: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        prepare_thd_policies([{**policy(), "sequence_ids": values}], CU)
+
+
+def test_overlapping_ids() -> None:
+    with pytest.raises(ValueError, match=r"thd_attention_policies\[1\]\.sequence_ids overlaps policy 0: both hold sequence 2"):
+        prepare_thd_policies([policy(0, 2), policy(1, 2, 3)], CU)
+
+
+PREFIX = r"thd_attention_policies\[1\]\."
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"mask_type": "causal"}, ValueError, f"{PREFIX}mask_type='causal' does not fit the packed"),
+        ({"mask_type": "no_mask"}, ValueError, f"{PREFIX}mask_type='no_mask' does not fit the packed"),
+        ({"mask_type": "arbitrary"}, ValueError, f"{PREFIX}mask_type='arbitrary' does not fit"),
+        ({"mask_type": "causual"}, ValueError, f"{PREFIX}mask_type='causual' is no mask type; use one of"),
+        ({"mask_type": 3}, TypeError, f"{PREFIX}mask_type must be a string, got int"),
+        ({"window_size": (-2, 0)}, ValueError, rf"{PREFIX}window_size=\(-2, 0\): each side must be -1"),
+        ({"window_size": (1, 2, 3)}, ValueError, f"{PREFIX}window_size must be a pair"),
+        ({"window_size": 4}, ValueError, f"{PREFIX}window_size must be a pair"),
+        ({"window_size": (1.5, 0)}, TypeError, f"{PREFIX}window_size must hold ints"),
+        ({"mask_type": "padding_causal", "window_size": (-1, 2)}, ValueError, rf"{PREFIX}window_size=\(-1, 2\): .*use \(-1, 0\)"),
+        ({"bottom_right_diagonal": 1}, TypeError, f"{PREFIX}bottom_right_diagonal must be a bool or None, got int"),
+    ],
+)
+def test_malformed_masks(changes: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        prepare_thd_policies([policy(0, 1), {**policy(2, 3), **changes}], CU)
+
+
+def test_a_list_in_a_call_is_checked_like_one_that_is_prepared() -> None:
+    inputs = build(PackedCase((4, 4, 4, 4), owner=(0, 0, 0, 0)))
+    for malformed in ([policy(0, 1)], [policy(0, 1, 1)], [{"mask_type": "padding"}], policy(0, 1, 2, 3), 7):
+        with pytest.raises((TypeError, ValueError), match="thd_attention_policies"):
+            inputs.attend(thd_attention_policies=malformed)
+
+
+def test_a_list_is_prepared_once_and_again_when_its_ids_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    from te_attn_ops import attention
+
+    calls = []
+    original = attention.prepare_thd_policies
+    monkeypatch.setattr(attention, "prepare_thd_policies", lambda *args, **kwargs: calls.append(1) or original(*args, **kwargs))
+    inputs = build(PackedCase((4, 4, 4, 4), masks=(FULL, CAUSAL), owner=(0, 1, 0, 1)))
+    policies = inputs.policies()
+    first = [inputs.attend(thd_attention_policies=policies) for _ in range(3)]
+    assert len(calls) == 1 and torch.equal(first[0], first[2])
+    policies[0]["sequence_ids"].copy_(ids(0, 1))
+    policies[1]["sequence_ids"].copy_(ids(2, 3))
+    moved = inputs.attend(thd_attention_policies=policies)
+    assert len(calls) == 2
+    assert torch.equal(moved, build(inputs.case.replace(owner=(0, 0, 1, 1))).attend())
+    policies[1]["window_size"] = (1, 0)
+    inputs.attend(thd_attention_policies=policies)
+    assert len(calls) == 3
+
+
+def test_policies_of_another_batch() -> None:
+    prepared = prepare_thd_policies([policy(0, 1, 2, 3)], CU)
+    q = torch.zeros(12, 1, 4)
+    with pytest.raises(ValueError, match="was prepared for 4 sequences, cu_seqlens_q has 2: prepare it again for this batch"):
+        thd_attention(q, q, q, torch.tensor([0, 6, 12]), max_seqlen_q=6, thd_attention_policies=prepared)
