@@ -433,8 +433,8 @@ def main() -> None:
     batches = [make_batch(options.texts, generator, step, *geometry, device) for step in range(options.steps)]
     config = ModelConfig(layers=options.layers)
     model = Decoder(config, max_length=options.lengths[1]).to(device)
-    parameters = sum(p.numel() for p in model.parameters())
-    print(f"{parameters:,} parameters on {device}, {sum(len(t) for t in options.texts):,} bytes of text in {len(options.texts)} files")
+    parameters, size = sum(p.numel() for p in model.parameters()), sum(map(len, options.texts))
+    print(f"{parameters:,} parameters on {device}, {size:,} bytes of text in {len(options.texts)} files")
 
     run = train(model, batches, device, options.learning_rate)
     explanation = explain_choice(model, batches[0])
@@ -449,7 +449,8 @@ def main() -> None:
     print(f"\n{explanation}\n")
     print(f"loss               {run.loss_first:.3f} -> {run.loss_last:.3f} (means of the first and the last five steps)")
     print(f"graph breaks       {run.graph_breaks}")
-    print(f"compilations       {run.compilations} (forward and backward are one), {run.compilations_after_warmup} after step {WARM_UP_STEPS}")
+    later = f"{run.compilations_after_warmup} after step {WARM_UP_STEPS}"
+    print(f"compilations       {run.compilations} (a forward and its backward are one), {later}")
     print(f"tokens per second  {report['tokens_per_second']:,.0f} (after the warm-up)")
     print(f"pictures           {options.out / 'loss.png'}, {options.out / 'mask.png'}")
 

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     arguments, rest = parser.parse_known_args(argv)
     if rest and arguments.run is not _bench:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        arguments.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     code: int = arguments.run(arguments, rest)
     return code
 
@@ -138,7 +138,7 @@ def _explain(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
 def _bench(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
     root = Path(te_attn_ops.__file__).resolve().parent.parent
     if not (root / "benchmarks" / "__main__.py").is_file():
-        arguments.parser.error(f"the benchmarks are in the repository, not in the installed package ({root}): run this in a checkout")
+        arguments.parser.error(f"there are no benchmarks in {root}: run this in a checkout of the repository")
     return subprocess.run([sys.executable, "-m", "benchmarks", *rest], cwd=root, check=False).returncode
 
 
@@ -171,7 +171,7 @@ def _params(arguments: argparse.Namespace) -> AttentionParams:
 def _bands(arguments: argparse.Namespace) -> tuple[Band, ...]:
     if not arguments.policy:
         mask_type = arguments.attn_mask_type or "padding_causal"
-        return (resolve_mask(mask_type, arguments.window_size, arguments.bottom_right_diagonal).band,)
+        return (_band(mask_type, arguments.window_size, arguments, ""),)
     if arguments.attn_mask_type is not None or arguments.window_size is not None:
         raise ValueError("--policy cannot stand beside --attn-mask-type or --window-size: each policy names its own")
     bands = []
@@ -181,8 +181,15 @@ def _bands(arguments: argparse.Namespace) -> tuple[Band, ...]:
             sides = [int(side) for side in window.split(",")] if window else None
         except ValueError:
             raise ValueError(f"--policy {policy}: a window is two numbers of tokens, for example padding:256,0") from None
-        bands.append(resolve_mask(mask_type, sides, arguments.bottom_right_diagonal, argument_prefix=f"--policy {policy}: ").band)
+        bands.append(_band(mask_type, sides, arguments, f"--policy {policy}: "))
     return tuple(bands)
+
+
+def _band(mask_type: str, window: Sequence[int] | None, arguments: argparse.Namespace, prefix: str) -> Band:
+    resolved = resolve_mask(mask_type, window, arguments.bottom_right_diagonal, argument_prefix=prefix)
+    for warning in resolved.warnings:
+        print(f"{prefix}{warning}", file=sys.stderr)
+    return resolved.band
 
 
 def _device(name: str) -> dict[str, Any]:

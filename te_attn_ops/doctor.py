@@ -62,14 +62,15 @@ class Report:
     def __str__(self) -> str:
         lines = [f"{name:<24}{version or 'not installed'}" for name, version in self.versions.items()]
         lines += [f"{name:<24}{value}" for name, value in self.device.items()]
-        lines += [f"{name:<24}{value}" for name, value in self.environment.items()] or ["no NVTE_* or TE_ATTN_OPS_* variable is set"]
+        lines += [f"{name:<24}{value}" for name, value in self.environment.items()]
         lines.append("")
         for s in self.backends:
-            time_taken = f" ({s.seconds:.1f} s)" if s.state in ("passed", "failed") else ""
-            lines.append(f"{s.name:<14}{s.version or '-':<16}{s.state.replace('_', ' ')}{time_taken}{': ' if s.detail else ''}{s.detail}")
+            took = f" ({s.seconds:.1f} s)" if s.state in ("passed", "failed") else ""
+            detail = f": {s.detail}" if s.detail else ""
+            lines.append(f"{s.name:<14}{s.version or '-':<16}{s.state.replace('_', ' ')}{took}{detail}")
         installed = [s for s in self.backends if s.state != "not_installed"]
-        lines += ["", f"{sum(s.state == 'passed' for s in installed)} of {len(installed)} installed backends passed their self-test"]
-        return "\n".join(lines)
+        passed = sum(s.state == "passed" for s in installed)
+        return "\n".join([*lines, "", f"{passed} of {len(installed)} installed backends passed their self-test"])
 
 
 def examine(progress: Callable[[str], None] | None = None) -> Report:

@@ -262,10 +262,9 @@ def _request_of(
         )
     if selection not in (None, "static", "measured"):
         raise ValueError(f"selection={selection!r} is unknown; use 'static' or 'measured'")
-    env = environment.snapshot()
     if selection is None:
-        selection = "measured" if environment.Environment(*env).selection == b"measured" else "static"
-    return Request(params, backend, pad_head_dim, thd_attention_policy_dispatch, selection, env)
+        selection = "measured" if environment.Environment(*environment.snapshot()).selection == b"measured" else "static"
+    return Request(params, backend, pad_head_dim, thd_attention_policy_dispatch, selection)
 
 
 def _explain_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Explanation:

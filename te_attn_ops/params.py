@@ -69,8 +69,8 @@ class AttentionParams:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
     def padded_to(self, width: int) -> AttentionParams:
-        """The same call with q, k and v zero-padded to one width."""
-        return dataclasses.replace(self, head_dim_qk=width, head_dim_v=width)
+        """The same call with q, k and v zero-padded to one width. A single-launch plan is for the widths it was made for."""
+        return dataclasses.replace(self, head_dim_qk=width, head_dim_v=width, single_launch_plan=False)
 
     @property
     def padded_width(self) -> int:

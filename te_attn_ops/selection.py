@@ -61,7 +61,7 @@ class Request:
     pad_head_dim: bool | None = None
     dispatch: str = "auto"
     selection: str = "static"
-    env: tuple[bytes, ...] = ()
+    env: tuple[bytes, ...] = field(default_factory=environment.snapshot)
 
 
 @dataclass(frozen=True)
@@ -474,4 +474,4 @@ def should_pad_qkv_head_dim(params: AttentionParams, invalidate_cache: bool = Fa
     """
     if invalidate_cache:
         invalidate()
-    return select(Request(params, env=environment.snapshot())).head_dim_padded != 0
+    return select(Request(params)).head_dim_padded != 0

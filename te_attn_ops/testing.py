@@ -781,6 +781,7 @@ class Work:
 
     Attributes:
         pattern: "interleaved" (the policies take turns) or "contiguous" (each policy's sequences are one run).
+        num_heads, num_gqa_groups, head_dim_qk, head_dim_v: of the attention.
     """
 
     name: str
@@ -788,6 +789,10 @@ class Work:
     masks: tuple[Mask, ...]
     owner: tuple[int, ...]
     pattern: str
+    num_heads: int = 16
+    num_gqa_groups: int = 16
+    head_dim_qk: int = 128
+    head_dim_v: int = 128
 
     @property
     def tokens(self) -> int:
@@ -840,12 +845,21 @@ def proportional_lengths(tokens: int, sequences: int, seed: int = 0) -> tuple[in
     return tuple(end - start for start, end in zip([0, *bounds], bounds))
 
 
+# What a suffix of a work's name changes: A-gqa is A with fewer key/value heads.
+_WORK_VARIANTS: dict[str, dict[str, int]] = {"gqa": {"num_gqa_groups": 4}, "mla": {"head_dim_qk": 192}}
+
+
 def benchmark_work(name: str, pattern: str = "interleaved") -> Work:
-    """One of :data:`BENCHMARK_WORKS`.
+    """One of :data:`BENCHMARK_WORKS`, or a variant of it: ``A-contiguous``, ``A-gqa`` (16 heads, 4 groups), ``A-mla`` (192/128).
 
     Raises:
         ValueError: for another name or pattern.
     """
+    base, _, suffix = name.rpartition("-")
+    if base in BENCHMARK_WORKS and suffix == "contiguous":
+        return dataclasses.replace(benchmark_work(base, "contiguous"), name=name)
+    if base in BENCHMARK_WORKS and suffix in _WORK_VARIANTS:
+        return dataclasses.replace(benchmark_work(base, pattern), name=name, **_WORK_VARIANTS[suffix])
     if name not in BENCHMARK_WORKS:
         raise ValueError(f"work {name!r} is unknown; use one of {', '.join(BENCHMARK_WORKS)}")
     if pattern not in ("interleaved", "contiguous"):

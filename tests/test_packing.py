@@ -123,7 +123,7 @@ def test_offsets_that_disagree_about_the_number_of_sequences(name: str) -> None:
 def test_padded_offsets_of_one_side_alone(given: str, missing: str) -> None:
     q = torch.zeros(3, 1, 4)
     arguments = {"cu_seqlens_q": cu(0, 3), "cu_seqlens_kv": cu(0, 3), f"cu_seqlens_{given}_padded": cu(0, 3)}
-    message = f"cu_seqlens_{given}_padded was given without cu_seqlens_{missing}_padded; .*pass its plain cu_seqlens_{missing} again"
+    message = f"cu_seqlens_{given}_padded was given without cu_seqlens_{missing}_padded; .*pass its plain cu_seqlens_{missing} "
     with pytest.raises(ValueError, match=message):
         thd_attention(q, q, q, max_seqlen_q=3, max_seqlen_kv=3, **arguments)
 
@@ -192,7 +192,8 @@ def test_validate_refuses(arguments: dict[str, object], message: str) -> None:
 # -------------------------------------------------------------------------------------------------------------------- capacity
 def test_pad_packed_batch_fills_rows_sequences_and_policies() -> None:
     tokens, labels = torch.arange(9), torch.ones(9, 2)
-    padded = pad_packed_batch((tokens, labels), cu(0, 3, 5, 9), num_tokens=12, num_sequences=5, policy_index=cu(1, 0, 1), fill_policy=1)
+    capacity = {"num_tokens": 12, "num_sequences": 5}
+    padded = pad_packed_batch((tokens, labels), cu(0, 3, 5, 9), **capacity, policy_index=cu(1, 0, 1), fill_policy=1)
     assert [tuple(tensor.shape) for tensor in padded.tensors] == [(12,), (12, 2)]
     assert padded.tensors[0].tolist() == [*range(9), 0, 0, 0] and not padded.tensors[1][9:].any()
     assert padded.cu_seqlens.tolist() == [0, 3, 5, 9, 9, 9] and padded.cu_seqlens_padded is None

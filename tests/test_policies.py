@@ -35,7 +35,8 @@ def test_ids_of_either_integer_type(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("owner", "contiguous"), [((0, 0, 1, 1), True), ((1, 1, 0, 0), True), ((0, 1, 0, 1), False), ((0, 0, 0, 0), True), ((0, 1, 1, 0), False)]
+    ("owner", "contiguous"),
+    [((0, 0, 1, 1), True), ((1, 1, 0, 0), True), ((0, 1, 0, 1), False), ((0, 0, 0, 0), True), ((0, 1, 1, 0), False)],
 )
 def test_contiguous_means_one_run_for_each_policy(owner: tuple[int, ...], contiguous: bool) -> None:
     prepared = prepare_thd_policies(testing.policy_list((FULL, CAUSAL), owner, "cpu"), CU)

@@ -238,7 +238,7 @@ def _sm90_refusals(p: AttentionParams) -> Iterator[str]:
     if tiles.width(d) != tiles.accumulator_width(d):
         # Read; reported upstream as Dao-AILab/flash-attention#2896: dQ is silently wrong.
         yield (
-            f"reads dQ back {tiles.accumulator_width(d)} columns wide and computes it {tiles.width(d)} wide at head_dim_qk {d}: "
+            f"computes dQ {tiles.width(d)} and reads it back {tiles.accumulator_width(d)} columns wide at head_dim_qk {d}: "
             "up to 128, head_dim_qk modulo 32 must be 0 or 24"
         )
     step = tiles.step_v(d)

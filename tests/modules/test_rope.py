@@ -1,0 +1,116 @@
+"""Rotary positions: the angles, where positions start in a packed batch, and that nothing is read on the host."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from te_attn_ops.modules import MultiheadAttention, RotaryPositionEmbedding, apply_rotary_pos_emb
+from te_attn_ops.modules.rope import packed_positions, rotary_table
+from te_attn_ops.testing import trace_without_sync
+from tests.modules.reference import rotate
+
+CU, PADDED = torch.tensor([0, 3, 3, 5, 9], dtype=torch.int32), torch.tensor([0, 4, 6, 8, 13], dtype=torch.int32)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_angles(interleaved: bool) -> None:
+    angles = RotaryPositionEmbedding(8, rotary_base=100.0, interleaved=interleaved)(5, offset=2)
+    assert angles.shape == (5, 1, 1, 8)
+    for row in range(5):
+        for pair in range(4):
+            columns = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + 4)
+            for column in columns:
+                assert math.isclose(angles[row, 0, 0, column], (row + 2) * 100.0 ** (-2 * pair / 8), rel_tol=1e-6)
+
+
+def test_partial_rotation_and_interpolation() -> None:
+    assert RotaryPositionEmbedding(16, rotary_percent=0.5)(3).shape == (3, 1, 1, 8)
+    whole = RotaryPositionEmbedding(8)(64)
+    stretched = RotaryPositionEmbedding(8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=16)
+    torch.testing.assert_close(stretched(20), whole[:20] / 2)
+    # Beyond 2 * 16 positions the factor grows with the length.
+    torch.testing.assert_close(stretched(48), whole[:48] / 3)
+    with pytest.raises(ValueError, match="even and at least 2, got 7"):
+        RotaryPositionEmbedding(7)
+
+
+def test_packed_positions() -> None:
+    assert packed_positions(CU, None, 11).tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 3, 0, 0]
+    # With gaps each slot starts at 0; rows of no sequence read position 0.
+    assert packed_positions(CU, PADDED, 15).tolist() == [0, 1, 2, 0, 0, 0, 0, 1, 0, 1, 2, 3, 0, 0, 0]
+    assert packed_positions(CU[:1], None, 3).tolist() == [0, 0, 0]
+    assert packed_positions(CU, None, 0).tolist() == []
+    assert packed_positions(CU.long(), PADDED.long(), 13).tolist() == packed_positions(CU, PADDED, 13).tolist()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_packed_rotation_equals_each_document_alone(interleaved: bool, width: int, gaps: bool) -> None:
+    angles = RotaryPositionEmbedding(width, interleaved=interleaved)(6).double()
+    starts = PADDED if gaps else CU
+    t = torch.randn(int(starts[-1]), 3, 8, dtype=torch.float64)
+    out = apply_rotary_pos_emb(t, angles, "thd", interleaved=interleaved, cu_seqlens=CU, cu_seqlens_padded=PADDED if gaps else None)
+    for n in range(len(CU) - 1):
+        rows = slice(int(starts[n]), int(starts[n] + CU[n + 1] - CU[n]))
+        torch.testing.assert_close(out[rows], rotate(t[rows], angles, interleaved))
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+def test_dense_rotation(layout: str) -> None:
+    angles = RotaryPositionEmbedding(8)(9).double()
+    dense = torch.randn(2, 5, 3, 8, dtype=torch.float64)
+    want = torch.stack([rotate(sample, angles, False) for sample in dense])
+    out = apply_rotary_pos_emb(dense.transpose(0, 1) if layout == "sbhd" else dense, angles, layout)
+    torch.testing.assert_close(out.transpose(0, 1) if layout == "sbhd" else out, want)
+
+
+def test_half_precision_is_rotated_in_float32() -> None:
+    angles = RotaryPositionEmbedding(8)(4096)
+    t = torch.randn(4096, 1, 8).bfloat16()
+    out = apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.tensor([0, 4096]))
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, rotate(t.float(), angles, False).bfloat16())
+
+
+def test_errors_name_the_argument() -> None:
+    angles, t = RotaryPositionEmbedding(8)(4), torch.zeros(5, 1, 8)
+    with pytest.raises(ValueError, match="cu_seqlens is needed"):
+        apply_rotary_pos_emb(t, angles, "thd")
+    with pytest.raises(ValueError, match=r"angles \[positions, 1, 1, width\], got shape \(4, 8\)"):
+        apply_rotary_pos_emb(t, angles[:, 0, 0], "thd", cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match="holds 4 positions, but a sample has 5 tokens"):
+        apply_rotary_pos_emb(t[:, None], angles, "sbhd")
+    with pytest.raises(ValueError, match="8 wide, more than the heads' 6"):
+        apply_rotary_pos_emb(t[..., :6], angles, "thd", cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(IndexError):
+        apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(NotImplementedError, match="start_positions"):
+        apply_rotary_pos_emb(t, angles, "thd", start_positions=t, cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(NotImplementedError, match="cp_size=2"):
+        apply_rotary_pos_emb(t, angles, "thd", cp_size=2, cu_seqlens=torch.tensor([0, 4]))
+
+
+def test_queries_and_keys_may_have_their_own_angles() -> None:
+    torch.manual_seed(0)
+    module = MultiheadAttention(16, 2, qkv_format="thd", params_dtype=torch.float64, device="cpu")
+    x, cu = torch.randn(5, 16, dtype=torch.float64), torch.tensor([0, 5])
+    first, second = RotaryPositionEmbedding(8)(8).double(), RotaryPositionEmbedding(8, rotary_base=9.0)(8).double()
+    call: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": 5, "attn_mask_type": "padding"}
+    out = module(x, rotary_pos_emb=(first, second), **call)
+    assert torch.equal(module(x, rotary_pos_emb=(first, first), **call), module(x, rotary_pos_emb=first, **call))
+    q, k, v = (part.unflatten(1, (2, 8)) for part in (x @ module.qkv.weight.T + module.qkv.bias).chunk(3, 1))
+    scores = torch.einsum("ihd,jhd->hij", rotate(q, first, False), rotate(k, second, False)) * 8**-0.5
+    context = torch.einsum("hij,jhd->ihd", scores.softmax(-1), v).flatten(1)
+    torch.testing.assert_close(out, context @ module.proj.weight.T + module.proj.bias)
+
+
+def test_positions_read_nothing_on_the_host() -> None:
+    angles = RotaryPositionEmbedding(8)(6)
+    table = trace_without_sync(lambda a, cu, padded: rotary_table(a, "thd", 15, cu, padded), angles, CU, PADDED)
+    assert all(isinstance(t, Tensor) and t.shape == (15, 1, 8) for t in table)

@@ -1,0 +1,213 @@
+"""The ops as torch sees them: schemas, fakes, autograd, aliasing, FLOPs."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from te_attn_ops import ops, plan as plans, testing
+from te_attn_ops.masks import Band
+from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, OpSample, PackedCase, build, op_samples
+
+
+@pytest.mark.parametrize("sample", list(op_samples()), ids=str)
+def test_opcheck(sample: OpSample) -> None:
+    """Schema, fake (shapes, strides, dtypes, aliasing), autograd registration, and AOT dispatch with dynamic shapes."""
+    torch.library.opcheck(sample.op, sample.arguments())
+
+
+def test_names_and_overloads_are_public() -> None:
+    for name in ("policy_subsets", "attention_forward", "attention_backward", "attention"):
+        packet = getattr(torch.ops.te_attn_ops, name)
+        assert packet.overloads() == ["default"] and packet.default is getattr(ops, name)
+        assert not packet.default._schema.is_mutable and torch.Tag.pt2_compliant_tag in packet.default.tags
+
+
+@pytest.mark.parametrize("max_logit", [False, True])
+@pytest.mark.parametrize("name", ["contiguous", "no_sequences", "no_tokens", "one_token"])
+def test_outputs_share_no_memory_with_anything(name: str, max_logit: bool) -> None:
+    """Also where nothing is padded, and where an output is absent: two absent ones are two tensors."""
+    case = next(case for case in testing.OP_CASES if case.name == name)
+    arguments = OpSample(ops.attention_forward, case, max_logit=max_logit).arguments()
+    backward = OpSample(ops.attention_backward, case).arguments()
+    outputs = [*ops.attention_forward(*arguments), *ops.attention_backward(*backward)]
+    inputs = [x for x in (*arguments, *backward) if isinstance(x, torch.Tensor)]
+    storages = [x.untyped_storage()._cdata for x in outputs]
+    assert len(set(storages)) == len(outputs)
+    assert not set(storages) & {x.untyped_storage()._cdata for x in inputs}
+    assert outputs[2].shape == ((2,) if max_logit else (0,)) and outputs[2].dtype == torch.float32
+
+
+@pytest.mark.parametrize("layout", testing.LAYOUTS)
+def test_outputs_are_contiguous_whatever_the_inputs(layout: str) -> None:
+    for width_v in (16, 8):
+        case = PackedCase((5, 9), layout=layout, head_dim_v=width_v)
+        inputs = build(case)
+        out, lse = inputs.attend(return_lse=True, pad_head_dim=True)
+        grads = torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.grad_out)
+        assert all(x.is_contiguous() for x in (out, lse, *grads))
+
+
+# -------------------------------------------------------------------------------------------------------------------- autograd
+GRADCHECK_CASES = (
+    PackedCase((3, 4), num_heads=2, head_dim_qk=3, dtype=torch.float64, name="causal"),
+    PackedCase((3, 4), (5, 2), head_dim_qk=4, head_dim_v=2, masks=(BOTTOM_RIGHT,), dtype=torch.float64, name="cross_mla"),
+    PackedCase((3, 4), num_heads=4, num_gqa_groups=2, head_dim_qk=2, masks=(FULL,), dtype=torch.float64, name="gqa_full"),
+    PackedCase(
+        (3, 2, 2),
+        gaps_q=(1, 0, 2),
+        head_dim_qk=2,
+        masks=(Mask("padding", (1, 1)), CAUSAL),
+        owner=(0, 1, 0),
+        dtype=torch.float64,
+        name="policies",
+    ),
+)
+
+
+@pytest.mark.parametrize("pad_head_dim", [False, True])
+@pytest.mark.parametrize("case", GRADCHECK_CASES, ids=str)
+def test_gradcheck(case: PackedCase, pad_head_dim: bool) -> None:
+    inputs = build(case)
+    arguments = inputs.arguments(pad_head_dim=pad_head_dim)
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: testing.thd_attention(q, k, v, **arguments), (inputs.q, inputs.k, inputs.v), nondet_tol=0.0
+    )
+
+
+@pytest.mark.parametrize("needed", [names for n in (1, 2, 3) for names in itertools.combinations("qkv", n)], ids="".join)
+def test_every_subset_of_needed_gradients(needed: tuple[str, ...]) -> None:
+    inputs = build(PackedCase((5, 9), head_dim_v=8))
+    expected = dict(zip("qkv", inputs.run()[3:]))
+    tensors = {name: getattr(inputs, name).detach().requires_grad_(name in needed) for name in "qkv"}
+    out = testing.thd_attention(**tensors, **inputs.arguments())
+    out.backward(inputs.grad_out)
+    for name, tensor in tensors.items():
+        assert (tensor.grad is not None) is (name in needed)
+        if name in needed:
+            assert torch.equal(tensor.grad, expected[name])
+
+
+def test_gradients_accumulate_and_the_graph_can_be_kept() -> None:
+    inputs = build(PackedCase((5, 9)))
+    out = inputs.attend()
+    out.backward(inputs.grad_out, retain_graph=True)
+    once = inputs.q.grad.clone()
+    out.backward(inputs.grad_out)
+    torch.testing.assert_close(inputs.q.grad, 2 * once)
+    with pytest.raises(RuntimeError, match="second time"):
+        out.backward(inputs.grad_out)
+
+
+def test_lse_and_max_logit_carry_no_gradient() -> None:
+    out, lse, max_logit = build(PackedCase((5, 9))).attend(return_lse=True, return_max_logit=True)
+    assert out.requires_grad and not lse.requires_grad and not max_logit.requires_grad
+
+
+def _first_gradients(inputs: testing.PackedInputs) -> tuple[torch.Tensor, ...]:
+    out = inputs.attend()
+    return (out, *torch.autograd.grad(out.sin().sum(), (inputs.q, inputs.k, inputs.v), create_graph=True))
+
+
+@pytest.mark.parametrize("which", [1, 2, 3], ids=["dq", "dk", "dv"])
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda out, grad, q: torch.autograd.grad(grad.sum(), q),
+        lambda out, grad, q: grad.pow(2).sum().backward(),
+        lambda out, grad, q: (out.sum() + grad.pow(2).sum()).backward(),
+        lambda out, grad, q: (out.pow(2).sum() * grad.sum()).backward(),
+    ],
+    ids=["grad_of_grad", "penalty", "loss_plus_penalty", "product"],
+)
+def test_second_derivative_is_refused(form: Any, which: int) -> None:
+    inputs = build(PackedCase((5, 9)))
+    results = _first_gradients(inputs)
+    with pytest.raises(NotImplementedError, match="te_attn_ops attention has no second derivative"):
+        form(results[0], results[which], inputs.q)
+
+
+def test_second_derivative_is_refused_by_gradgradcheck_and_double_backward_through_grad_out() -> None:
+    inputs = build(PackedCase((3, 2), head_dim_qk=2, dtype=torch.float64))
+    with pytest.raises(NotImplementedError, match="has no second derivative"):
+        torch.autograd.gradgradcheck(lambda q: testing.thd_attention(q, inputs.k, inputs.v, **inputs.arguments()), (inputs.q,))
+    out = inputs.attend()
+    grad_out = inputs.grad_out.clone().requires_grad_()
+    (dv,) = torch.autograd.grad(out, inputs.v, grad_out, create_graph=True)
+    with pytest.raises(NotImplementedError, match="has no second derivative"):
+        dv.sum().backward()
+
+
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_thirty_backward_runs_are_bitwise_equal(dispatch: str) -> None:
+    case = PackedCase((40, 61, 17), num_heads=4, num_gqa_groups=2, masks=(CAUSAL, FULL), owner=(0, 1, 0), dtype=torch.bfloat16)
+    inputs = build(case)
+    first = inputs.run(deterministic=True, thd_attention_policy_dispatch=dispatch)
+    for _ in range(29):
+        again = inputs.run(deterministic=True, thd_attention_policy_dispatch=dispatch)
+        assert all(torch.equal(getattr(again, name), getattr(first, name)) for name in ("out", "lse", "dq", "dk", "dv"))
+
+
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_one_policys_sequences_do_not_depend_on_the_others(dispatch: str) -> None:
+    """Bitwise, outputs and gradients, whatever stands in the other policy's rows and however they are masked."""
+    case = PackedCase((9, 14, 6, 3), masks=(CAUSAL, FULL), owner=(0, 1, 0, 1))
+    base, changed = build(case), build(case.replace(masks=(CAUSAL, Mask("padding", (1, 2)))))
+    rows = torch.cat([torch.arange(r.start, r.stop) for n, r in enumerate(case.rows("q")) if case.owner[n] == 0])
+    with torch.no_grad():
+        for name in ("q", "k", "v", "grad_out"):
+            values = getattr(base, name).detach().clone()
+            getattr(changed, name).copy_(3 * torch.randn_like(values))
+            getattr(changed, name)[rows] = values[rows]
+    options = {"deterministic": True, "thd_attention_policy_dispatch": dispatch}
+    for name, got, want in zip(testing.Results._fields, changed.run(**options), base.run(**options)):
+        if name in ("out", "dq", "dk", "dv"):
+            assert torch.equal(got[rows], want[rows]), name
+        elif name == "lse":
+            assert torch.equal(got[:, rows], want[:, rows])
+
+
+# ------------------------------------------------------------------------------------------------------------- plans and FLOPs
+@pytest.mark.parametrize(
+    ("bands", "backends"),
+    [
+        ((Band(),), (0,)),
+        ((Band(None, 0, False), Band(3, 2, True), Band(None, 7, False), Band(0, None, True)), (4, 5, 0, 1)),
+    ],
+)
+def test_a_plan_says_what_was_put_in(bands: tuple[Band, ...], backends: tuple[int, ...]) -> None:
+    plan = plans.encode(plans.MAX_LOGIT | plans.TRAINING, plans.GROUPED, 192, bands, backends)
+    assert all(type(number) is int for number in plan)
+    decoded = plans.decode(tuple(plan))
+    assert (decoded.dispatch, decoded.width, decoded.bands, decoded.backends) == (plans.GROUPED, 192, bands, backends)
+    assert decoded.has(plans.MAX_LOGIT) and decoded.has(plans.TRAINING) and not decoded.has(plans.DETERMINISTIC)
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ([plans.ABI + 1, 0, 0, 0, -1, 0, 1, 0], f"has version {plans.ABI + 1}; .* writes version {plans.ABI}: compile"),
+        ([], "has version none"),
+        ([plans.ABI, 0, 0, 0], "at least one policy; got 4"),
+        ([plans.ABI, 0, 0, 0, -1, 0, 1], "4 ints per policy, at least one policy; got 7"),
+    ],
+)
+def test_a_plan_of_another_version_is_an_error(plan: list[int], message: str) -> None:
+    *arguments, _ = OpSample(ops.attention_forward, PackedCase((3, 4))).arguments()
+    with pytest.raises(ValueError, match=message):
+        ops.attention_forward(*arguments, plan)
+
+
+def test_flops_of_forward_and_backward() -> None:
+    inputs = build(PackedCase((6, 6), num_heads=4, num_gqa_groups=2, head_dim_qk=8, head_dim_v=16, masks=(FULL,)))
+    with FlopCounterMode(display=False) as counter:
+        out = inputs.attend()
+    per_width = 2 * 4 * 12 * 6  # two FLOPs per head, query and key
+    assert counter.get_total_flops() == per_width * (8 + 16)
+    with FlopCounterMode(display=False) as counter:
+        out.backward(inputs.grad_out)
+    assert counter.get_total_flops() == per_width * (3 * 8 + 2 * 16)
