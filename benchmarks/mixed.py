@@ -23,7 +23,7 @@ from te_attn_ops.policies import PreparedPolicies
 from te_attn_ops.testing import Work, benchmark_work
 
 from . import common, flex
-from .raw import Compact, raw_runner
+from .raw import Compact, ideal_runner, raw_runner
 
 WORKS = ("A", "33k-p2", "33k-p4", "32k-p8", "8k-p4", "4k-p2")
 EXTRA_WORKS = ("A-contiguous", "33k-p2-contiguous", "A-gqa", "A-mla", "8k-p4-mla")
@@ -102,7 +102,7 @@ def _public(s: Setup, backward: bool, grad: bool, **kwargs: Any) -> Callable[[],
 
 
 def _ideal(s: Setup, backend: str, backward: bool) -> Callable[[], Any]:
-    runner = raw_runner(backend)
+    runner = ideal_runner(backend)
     parts = []
     for p, band in enumerate(s.bands):
         lengths = [length for n, length in enumerate(s.work.lengths) if s.owner[n] == p]

@@ -108,8 +108,7 @@ def _positive(text: str) -> int:
 
 # ------------------------------------------------------------------------------------------------------------------- commands
 def _doctor(arguments: argparse.Namespace, rest: Sequence[str]) -> int:
-    report = doctor.examine(doctor.progress_line)
-    doctor.progress_line("")
+    report = doctor.examine()
     print(json.dumps(report.to_dict(), indent=1) if arguments.json else report)
     return 0 if report.passed else 1
 

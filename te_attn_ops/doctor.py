@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +16,7 @@ import te_attn_ops
 
 from . import environment, testing
 from .backends import BACKEND_NAMES, get_backend
+from .logs import ProgressLine
 from .policies import PlanSpec
 from .selection import NoBackendError
 
@@ -73,14 +73,14 @@ class Report:
         return "\n".join([*lines, "", f"{passed} of {len(installed)} installed backends passed their self-test"])
 
 
-def examine(progress: Callable[[str], None] | None = None) -> Report:
+def examine() -> Report:
     """Runs every installed backend's self-test: forward and backward of a small packed batch, under one mask and under two
     policies, against the unfused backend; that one against the closed form. The first run compiles kernels (a minute or so)."""
     states = []
-    for name in BACKEND_NAMES:
-        if progress is not None and get_backend(name).version() is not None:
-            progress(f"testing {name}")
-        states.append(_examine_backend(name))
+    with ProgressLine() as progress:
+        for name in BACKEND_NAMES:
+            progress.show(f"testing {name}")
+            states.append(_examine_backend(name))
     return Report(_versions(), _device(), _environment(), tuple(states))
 
 
@@ -172,9 +172,3 @@ def _device() -> dict[str, Any]:
 
 def _environment() -> dict[str, str]:
     return {name: os.environ[name] for name in sorted(os.environ) if name.startswith(("NVTE_", "TE_ATTN_OPS_"))}
-
-
-def progress_line(text: str) -> None:
-    """To stderr, where that is a terminal; each line replaces the one before, an empty one ends it."""
-    if sys.stderr is not None and sys.stderr.isatty():
-        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""The logger ``te_attn_ops`` and TransformerEngine's switches for it.
+"""A progress line, the logger ``te_attn_ops`` and TransformerEngine's switches for it.
 
 ``NVTE_DEBUG=1`` shows the library's records on stderr; ``NVTE_DEBUG_LEVEL`` (0, 1 or 2) says how many: warnings, each new
 choice (INFO), every refusal behind it (DEBUG). Both are read when the package is imported. Without them the logger is the
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 
 logger = logging.getLogger("te_attn_ops")
 _LEVELS = {"0": logging.WARNING, "1": logging.INFO, "2": logging.DEBUG}
@@ -28,3 +29,22 @@ def configure_from_environment() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter(_FORMAT))
     logger.addHandler(handler)
+
+
+class ProgressLine:
+    """One line on stderr, where that is a terminal: each text replaces the one before, and the last is gone at the end."""
+
+    def __init__(self) -> None:
+        self._shown = False
+
+    def __enter__(self) -> ProgressLine:
+        return self
+
+    def show(self, text: str) -> None:
+        if sys.stderr is not None and sys.stderr.isatty():
+            self._shown = True
+            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
+
+    def __exit__(self, *exc: object) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -11,10 +11,8 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import logging
 import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -27,6 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import environment, ops, packing, plan as plans, selection
 from .backends import BACKEND_NAMES, backend_number, get_backend
+from .logs import ProgressLine, logger
 from .masks import Band
 from .params import AttentionParams
 from .selection import Candidate, Option, Request
@@ -35,8 +34,6 @@ try:
     import fcntl
 except ImportError:  # no POSIX: two writers at the same moment may lose one's figures
     fcntl = None  # type: ignore[assignment]
-
-logger = logging.getLogger("te_attn_ops")
 
 # A challenger has to be this much faster than the static favourite: less is noise.
 WINNING_MARGIN = 0.02
@@ -195,7 +192,7 @@ def measure(p: AttentionParams, jobs: list[Job]) -> dict[Job, Outcome]:
     tokens = _TOKENS.get(p.device_type, _TOKENS["cpu"])
     done: dict[Job, Outcome] = {}
     # Selection may run while a compiler traces or under a user's mode: they must not see these tensors.
-    with _disable_current_modes(), torch.no_grad(), _device_guard(device), _Progress() as progress:
+    with _disable_current_modes(), torch.no_grad(), _device_guard(device), ProgressLine() as progress:
         while True:
             timed, out_of_memory = _measure_once(p, [job for job in jobs if job not in done], device, tokens, progress)
             if not out_of_memory or tokens <= 1024:
@@ -207,7 +204,7 @@ def measure(p: AttentionParams, jobs: list[Job]) -> dict[Job, Outcome]:
 
 
 def _measure_once(
-    p: AttentionParams, jobs: list[Job], device: torch.device, tokens: int, progress: _Progress
+    p: AttentionParams, jobs: list[Job], device: torch.device, tokens: int, progress: ProgressLine
 ) -> tuple[dict[Job, Outcome], bool]:
     outcomes: dict[Job, Outcome] = {}
     calls: dict[Job, Callable[[], None]] = {}
@@ -290,25 +287,6 @@ def _synchronize(device: torch.device) -> None:
 
 def _device_guard(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
-
-
-class _Progress:
-    """One line on stderr, where that is a terminal; gone when done."""
-
-    def __init__(self) -> None:
-        self._shown = False
-
-    def __enter__(self) -> _Progress:
-        return self
-
-    def show(self, text: str) -> None:
-        if sys.stderr is not None and sys.stderr.isatty():
-            self._shown = True
-            print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 # --------------------------------------------------------------------------------------------------------------- the workload

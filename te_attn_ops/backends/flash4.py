@@ -556,7 +556,7 @@ def _recording(interface: Any, names: tuple[str, ...]) -> Iterator[_Launched]:
 
 
 def _place(x: Tensor) -> tuple[int, int]:
-    return x.untyped_storage()._cdata, x.storage_offset()
+    return x.untyped_storage()._cdata, int(x.storage_offset())
 
 
 def _difference(expected: _Launches, launched: _Launched, ours: tuple[Tensor, ...]) -> str | None:

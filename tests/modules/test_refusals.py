@@ -170,7 +170,7 @@ def test_max_logit_with_policies_is_refused() -> None:
 
 @pytest.mark.parametrize("kind", MODULES)
 def test_an_override_that_cannot_run_gives_the_reasons(kind: str) -> None:
-    with pytest.raises(NoBackendError, match="flash2 .*: "):
+    with pytest.raises(NoBackendError, match=r"flash2 .*: "):
         call(kind, backend="flash2")
 
 
