@@ -105,7 +105,8 @@ def thd_attention(
         if eager:
             routing = _ROUTINGS.keep(cu_seqlens, prepared)
     else:
-        pack, prepared = packing.trusted_packing(*cu_seqlens), thd_attention_policies
+        pack = packing.trusted_packing(*cu_seqlens)
+        prepared = thd_attention_policies  # type: ignore[assignment]
     bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
     decide = _decide_eager if eager else _decide
     decision = decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
@@ -306,13 +307,13 @@ class _Routings:
         found = self._entries.get((id(prepared), *map(id, cu_seqlens)))
         if found is None:
             return None
-        index = 0
-        for tensor in (*cu_seqlens, None if prepared is None else prepared.policy_index):
-            if tensor is not None:
-                if found.references[index]() is not tensor or found.versions[index] != tensor._version:
-                    return None
-                index += 1
-        return found if prepared is None or found.references[index]() is prepared else None
+        tensors = [tensor for tensor in cu_seqlens if tensor is not None]
+        if prepared is not None:
+            tensors.append(prepared.policy_index)
+        for tensor, reference, version in zip(tensors, found.references, found.versions):
+            if reference() is not tensor or tensor._version != version:
+                return None
+        return found if prepared is None or found.references[-1]() is prepared else None
 
     def keep(self, cu_seqlens: tuple[Tensor | None, ...], prepared: PreparedPolicies | None) -> _Routing | None:
         tensors = [tensor for tensor in cu_seqlens if tensor is not None]
@@ -320,7 +321,8 @@ class _Routings:
             tensors.append(prepared.policy_index)
         if any(type(tensor) is not Tensor or tensor.is_inference() for tensor in tensors):
             return None  # inference tensors have no version, subclasses a life of their own
-        routing = self._entries[(id(prepared), *map(id, cu_seqlens))] = _Routing(tensors, prepared)
+        routing, key = _Routing(tensors, prepared), (id(prepared), *map(id, cu_seqlens))
+        self._entries[key] = routing
         while len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
         return routing

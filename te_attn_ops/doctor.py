@@ -142,7 +142,7 @@ def _compare(name: str, inputs: testing.PackedInputs) -> Iterator[str]:
         reference = getattr(expected, field)
         if value is None or reference is None:
             continue
-        tolerance = testing.tolerances(inputs.case.dtype, reference[reference.isfinite()])
+        tolerance: dict[str, Any] = testing.tolerances(inputs.case.dtype, reference[reference.isfinite()])
         torch.testing.assert_close(value, reference, **tolerance, msg=lambda text, field=field: f"{field}: {text}")
 
 

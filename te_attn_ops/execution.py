@@ -9,8 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import grouping
-from . import plan as plans
+from . import grouping, plan as plans
 from .inplace import BackwardBatch, Batch, Buffers, run_backward, run_forward
 from .rows import fill_outside_backward, fill_outside_forward
 

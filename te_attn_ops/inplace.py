@@ -95,7 +95,13 @@ def run_backward(batch: BackwardBatch, plan: plans.Plan, buffers: Buffers, *, sh
     """:func:`run_forward`'s counterpart."""
     for backend, (*common, lone) in _launches(batch, plan):
         call = BackwardCall(
-            *common, has_gaps=plan.has(plans.GAPS), sole=lone and not shared, grad_out=batch.grad_out, out=batch.out, lse=batch.lse, _grads=buffers.grads
+            *common,
+            has_gaps=plan.has(plans.GAPS),
+            sole=lone and not shared,
+            grad_out=batch.grad_out,
+            out=batch.out,
+            lse=batch.lse,
+            _grads=buffers.grads,
         )
         backend.backward(call)
         buffers.grads = call.grads

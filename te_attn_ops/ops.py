@@ -193,12 +193,13 @@ for _key in ("CPU", "CUDA"):
     _LIB.impl("attention_forward", _forward, _key)
     _LIB.impl("attention_backward", _backward, _key)
     _LIB.impl("attention", _forward, _key)
-for _name, _fake in {
+_FAKES: dict[str, Any] = {
     "policy_subsets": _policy_subsets_fake,
     "attention_forward": _forward_fake,
     "attention_backward": _backward_fake,
     "attention": _forward_fake,
-}.items():
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"te_attn_ops::{_name}", _fake, lib=_LIB)
 _LIB.impl("attention", _attention_autograd, "Autograd")
 _LIB.impl("attention_backward", _attention_backward_autograd, "Autograd")

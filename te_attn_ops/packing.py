@@ -124,9 +124,8 @@ def build_subsets(
     if uses_triton(cu_seqlens_q):
         from .kernels import rows as kernels
 
-        new = {"dtype": torch.int32, "device": cu_seqlens_q.device}
-        starts_q, starts_kv = torch.empty(num_seqs + 1, **new), torch.empty(num_seqs + 1, **new)
-        lens_q, lens_kv = torch.empty(num_policies, num_seqs, **new), torch.empty(num_policies, num_seqs, **new)
+        starts_q, starts_kv = (cu_seqlens_q.new_empty(num_seqs + 1, dtype=torch.int32) for _ in "qk")
+        lens_q, lens_kv = (cu_seqlens_q.new_empty(num_policies, num_seqs, dtype=torch.int32) for _ in "qk")
         inputs = [t.contiguous() for t in (cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv)]
         index = inputs[0] if policy_index is None else policy_index.contiguous()
         args = (*inputs, index, starts_q, lens_q, starts_kv, lens_kv, num_seqs, num_policies)

@@ -375,7 +375,8 @@ def refresh_thd_policies(
         raise ValueError(f"{ARGUMENT} must hold the masks that were prepared, {prepared.policies}; got {fresh.policies}")
     if fresh.policy_index.shape != prepared.policy_index.shape:
         raise ValueError(
-            f"{ARGUMENT} was prepared for {prepared.policy_index.shape[0]} sequences, got {fresh.policy_index.shape[0]}: see pad_packed_batch"
+            f"{ARGUMENT} was prepared for {prepared.policy_index.shape[0]} sequences, got {fresh.policy_index.shape[0]}: "
+            "see pad_packed_batch"
         )
     if prepared.contiguous and not _is_contiguous(fresh.policy_index.tolist()):
         raise ValueError(

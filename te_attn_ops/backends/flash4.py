@@ -12,19 +12,19 @@ with the entry for good and :attr:`Flash4.fallbacks` says why. Only on sm90 and 
 **What is written where** (read in 4.0.0b36; "sm90" files; nothing has to be filled in afterwards):
 
 * A sequence with seqused_q == 0 has no q tiles (tile_scheduler.py:954-999): its out, lse and dq are left alone.
-* out: a TMA store that ends at seqused_q (seqlen_info.py:181-187), else a predicated one; lse likewise (flash_fwd.py:368-390).
+* out: a TMA store that ends at seqused_q (seqlen_info.py:173-187), else a predicated one; lse likewise (flash_fwd.py:368-390).
 * A row without keys, for want of keys or under the diagonal (L_q > L_k): its tile runs one fully masked step
-  (flash_fwd_sm90.py:763-773, mask.py:205-209), hence out 0 and lse -inf (softmax.py:276-287). That step multiplies 0 with the
+  (flash_fwd_sm90.py:768-783, mask.py:205-209), hence out 0 and lse -inf (softmax.py:276-287). That step multiplies 0 with the
   V rows it loads, which may lie before the sequence: they must be finite.
-* dq: cleared for every tile of seqused_q (flash_bwd_preprocess.py:434-449), converted up to seqused_q: 0 without keys. In P,
-  lse = -inf counts as 0 and rows past seqused_q as +inf (flash_bwd_preprocess.py:285-290, 451-467).
-* dk, dv: a key tile that no row sees stores zeros (flash_bwd_sm90.py:1439-1461); rows beyond seqused_kv are left alone. GQA
+* dq: cleared for every tile of seqused_q (flash_bwd_preprocess.py:468-483), converted up to seqused_q: 0 without keys. In P,
+  lse = -inf counts as 0 and rows past seqused_q as +inf (flash_bwd_preprocess.py:360-365, 486-498).
+* dk, dv: a key tile that no row sees stores zeros (flash_bwd_sm90.py:1441-1463); rows beyond seqused_kv are left alone. GQA
   accumulates in zeroed float32 buffers and converts up to seqused_kv.
 * sm100 and sm120 do the same (flash_bwd_sm100.py:3937-3992, sm100_hd256_2cta_fmha_backward_dqkernel.py:2081,
   flash_bwd.py:803-880): read only, never run here.
 
 Sizes: strides are int64 (quack compile_utils.py:29), but offsets into the float32 accumulators are int32
-(seqlen_info.py:64): (tokens + (N + 1) * tile) * width must stay below 2**31, which is checked.
+(seqlen_info.py:60): (tokens + (N + 1) * tile) * width must stay below 2**31, which is checked.
 """
 
 from __future__ import annotations
@@ -106,18 +106,18 @@ class Sm90BackwardTiles(NamedTuple):
     shared: int = 1
 
     def width(self, head_dim: int) -> int:
-        """Columns of a tile in the main kernel (flash_bwd_sm90.py:83)."""
+        """Columns of a tile in the main kernel (flash_bwd_sm90.py:80)."""
         return round_up(head_dim, 64 if self.swap else 16)
 
     def accumulator_width(self, head_dim: int) -> int:
-        """Columns that the pre- and postprocess and the allocations count with (interface.py:2612)."""
+        """Columns that the pre- and postprocess and the allocations count with (interface.py:2609)."""
         return round_up(head_dim, 64 if self.swap else 32)
 
     def step_v(self, head_dim: int) -> int:
         """What the columns of a dO and dV tile must be a multiple of.
 
         dO's layout in shared memory is built from atoms of up to 64 columns that fit head_dim_qk, not head_dim_v
-        (flash_bwd_sm90.py:226). Seen, also in (128, 96): else the DSL reports "expected top-level shape equivalence". Swapped,
+        (flash_bwd_sm90.py:217). Seen, also in (128, 96): else the DSL reports "expected top-level shape equivalence". Swapped,
         dV has 64 columns on the MMA per warp group of that side. Seen: (256, 192) reports "failed to partition".
         """
         return 64 * self.shared if self.swap else math.gcd(self.width(head_dim), 64)
@@ -154,7 +154,7 @@ def sm90_backward_shared_memory(head_dim: int, head_dim_v: int, full: bool) -> i
 
     ``1 KiB of barriers, + lse and dpsum + 2 m d Sq + 2 n dv + 2 n d + 2 m dv Sdo + P + 2 m n Sp + 4 m d``: barriers, Q, V, K,
     dO, P (only where P passes through shared memory), dS and the dQ accumulator, with d and dv rounded up to 16, or to 64
-    where swapped (flash_bwd_sm90.py:355-400). Checked against what the DSL compiles for 60 pairs of widths, to the byte.
+    where swapped (flash_bwd_sm90.py:302-340). Checked against what the DSL compiles for 60 pairs of widths, to the byte.
     """
     tiles = sm90_backward_tiles(head_dim, head_dim_v, full)
     d, dv = tiles.width(head_dim), tiles.width(head_dim_v)
@@ -174,7 +174,7 @@ def sm90_backward_shared_memory(head_dim: int, head_dim_v: int, full: bool) -> i
 
 
 def sm90_forward_shared_memory(head_dim: int, head_dim_v: int, mask: KernelMask) -> tuple[int, int]:
-    """Bytes that the forward asks for, and bytes that it uses: O is written over Q, K and P (flash_fwd_sm90.py:124-160)."""
+    """Bytes that the forward asks for, and bytes that it uses: O is written over Q, K and P (flash_fwd_sm90.py:114-154, 540)."""
     m, n, through_shared = sm90_forward_tiles(head_dim, head_dim_v, mask)
     d, dv = round_up(head_dim, 16), round_up(head_dim_v, 16)
     before_q = 1024 + round_up(4 * n * dv, 1024)
@@ -277,7 +277,7 @@ SM120_SHARED_MEMORY = 99 * 1024
 
 
 def _sm120_refusals(p: AttentionParams) -> Iterator[str]:
-    """Read only: the sm80-type kernels (flash_fwd.py, flash_bwd.py) with the tiles of interface.py:362 and 2321."""
+    """Read only: the sm80-type kernels (flash_fwd.py, flash_bwd.py) with the tiles of interface.py:360 and 2327."""
     d, dv = round_up(p.head_dim_qk, 32), round_up(p.head_dim_v, 32)
     widths = f"head_dim_qk {p.head_dim_qk}, head_dim_v {p.head_dim_v}"
     keys = 128 if p.head_dim_qk <= 64 else 64
@@ -307,7 +307,7 @@ _FAMILIES = {9: _sm90_refusals, 10: _sm100_refusals, 11: _sm100_refusals, 12: _s
 def _cache_folder() -> str | None:
     """Our folder for compiled kernels; None where it cannot be made or locked (the library locks every entry with flock).
 
-    One per architecture: the keys of the library's preprocess do not name it (interface.py:2113).
+    One per architecture: the keys of the library's preprocess do not name it (interface.py:2117).
     """
     root = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     arch = f"sm{compute_capability(torch.cuda.current_device())}" if torch.cuda.is_available() else "any"
@@ -411,7 +411,7 @@ _Launches = tuple[tuple[Any, ...], ...]
 
 
 def _forward_key(call: ForwardCall, mask: KernelMask) -> tuple[Any, ...]:
-    """At least as fine as the library's key on sm90 (interface.py:1455-1521), given the call's promises on strides."""
+    """At least as fine as the library's key on sm90 (interface.py:1452-1521), given the call's promises on strides."""
     q = call.q
     _, heads, d = q.shape
     _, groups, dv = call.v.shape
@@ -420,7 +420,7 @@ def _forward_key(call: ForwardCall, mask: KernelMask) -> tuple[Any, ...]:
 
 
 def _backward_key(call: BackwardCall, mask: KernelMask) -> tuple[Any, ...]:
-    """Likewise (interface.py:2828-2876). The library compiles apart what has one tile at most, on either side."""
+    """Likewise (interface.py:2787-2831). The library compiles apart what has one tile at most, on either side."""
     q = call.q
     total_q, heads, d = q.shape
     total_kv, groups, dv = call.v.shape
@@ -441,7 +441,7 @@ def _tile_sums(starts: Tensor, used: Tensor | None, tile: int, heads_per_row: in
 
 
 def _forward_launches(call: ForwardCall, mask: KernelMask, used: _Used) -> _Launches:
-    """The arguments of FlashAttentionForwardSm90.__call__ (flash_fwd_sm90.py:163). The stream is torch's current one."""
+    """The arguments of FlashAttentionForwardSm90.__call__ (flash_fwd_sm90.py:158). The stream is torch's current one."""
     heads, groups = call.q.shape[1], call.k.shape[1]
     sums = None
     if call.starts_q.shape[0] > _MANY + 1:
@@ -455,7 +455,7 @@ def _forward_launches(call: ForwardCall, mask: KernelMask, used: _Used) -> _Laun
 
 
 def _padded_rows(total: int, starts: Tensor, tile: int) -> int:
-    """Room for each sequence to begin at a tile of its own (interface.py:2625, 2666)."""
+    """Room for each sequence to begin at a tile of its own (interface.py:2631, 2672)."""
     return (total + starts.shape[0] * tile - 1) // tile * tile
 
 
@@ -472,8 +472,8 @@ def _semaphore(call: BackwardCall, heads: int, bound: int, tile: int, last: int)
 
 
 def _backward_launches(call: BackwardCall, mask: KernelMask, used: _Used) -> _Launches:
-    """The arguments of preprocess, main kernel and postprocess (flash_bwd_preprocess.py:136, flash_bwd_sm90.py:403,
-    flash_bwd_postprocess.py:374), with the scratch that they share (interface.py:2612-2701)."""
+    """The arguments of preprocess, main kernel and postprocess (flash_bwd_preprocess.py:135, flash_bwd_sm90.py:344,
+    flash_bwd_postprocess.py:374), with the scratch that they share (interface.py:2609-2702)."""
     q, k, v, starts_q, starts_kv = call.q, call.k, call.v, call.starts_q, call.starts_kv
     total_q, heads, d = q.shape
     total_kv, groups, dv = v.shape
@@ -584,7 +584,7 @@ def _difference(expected: _Launches, launched: _Launched, ours: tuple[Tensor, ..
 
 def _bare(kernel: _Kernel) -> _Kernel:
     """The tvm-ffi function inside a kernel that this process compiled, without its Python wrapper for keyword arguments
-    (cutlass tvm_ffi_provider.py:1031). A kernel from the disk cache is that function already (cache_utils.py:216)."""
+    (cutlass tvm_ffi_provider.py:1031). A kernel from the disk cache is that function already (cache_utils.py:223)."""
     arguments = getattr(kernel, "execution_args", None)
     if getattr(arguments, "has_pointer_address_arg_specs", True):
         return kernel

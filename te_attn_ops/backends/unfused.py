@@ -49,7 +49,7 @@ class Unfused(Backend):
             _forward_tile(call, tile)
 
     def backward(self, call: BackwardCall) -> None:
-        dq, dk, dv = call.grads
+        _, dk, dv = call.grads
         accumulate = torch.promote_types(call.q.dtype, torch.float32)
         sum_dk = torch.zeros(dk.shape, dtype=accumulate, device=dk.device)
         sum_dv = torch.zeros(dv.shape, dtype=accumulate, device=dv.device)
