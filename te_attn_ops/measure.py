@@ -236,14 +236,24 @@ def _measure_once(
 
 
 def median_times(calls: Mapping[Any, Callable[[], Any]], device: torch.device) -> dict[Any, float]:
-    """Median milliseconds of each call, in rounds of one run of each, so that a drifting clock favours none."""
+    """Median milliseconds of each call."""
+    return {name: statistics.median(times) for name, times in sample_times(calls, device, _BUDGET_MS, _ROUNDS).items()}
+
+
+def sample_times(
+    calls: Mapping[Any, Callable[[], Any]], device: torch.device, budget_ms: float, rounds: tuple[int, int]
+) -> dict[Any, list[float]]:
+    """Milliseconds of each call in rounds of one run of each, so that a drifting clock favours none, after a warm-up.
+
+    As many rounds as fit ``budget_ms``, within ``rounds`` (least, most).
+    """
     first = {name: _time_once(call, device) for name, call in calls.items()}
-    rounds = int(_BUDGET_MS / max(sum(first.values()), 1e-3))
+    count = int(budget_ms / max(sum(first.values()), 1e-3))
     samples: dict[Any, list[float]] = {name: [] for name in calls}
-    for _ in range(max(_ROUNDS[0], min(_ROUNDS[1], rounds))):
+    for _ in range(max(rounds[0], min(rounds[1], count))):
         for name, call in calls.items():
             samples[name].append(_time_once(call, device))
-    return {name: statistics.median(times) for name, times in samples.items()}
+    return samples
 
 
 def _time_once(call: Callable[[], Any], device: torch.device) -> float:

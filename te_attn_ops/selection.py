@@ -14,10 +14,10 @@ import torch
 
 from . import environment, masks, plan as plans, ranks
 from .backends import BACKEND_NAMES, backend_number, get_backend
+from .logs import logger
 from .masks import Band
 from .params import AttentionParams
 
-logger = logging.getLogger("te_attn_ops")
 _MEMO_CAPACITY = 1024
 
 

@@ -39,6 +39,11 @@ class Mask(NamedTuple):
     window_size: tuple[int, int] | None = None
     bottom_right_diagonal: bool | None = None
 
+    def __str__(self) -> str:
+        window = [] if self.window_size is None else [f"window{self.window_size[0]},{self.window_size[1]}"]
+        align = {None: [], True: ["bottom_right"], False: ["top_left"]}[self.bottom_right_diagonal]
+        return "-".join([self.attn_mask_type, *window, *align])
+
 
 FULL = Mask("padding")
 CAUSAL = Mask("padding_causal")
@@ -234,12 +239,13 @@ class PackedInputs:
             arguments["thd_attention_policies"] = self.prepared
         return {**arguments, **changes}
 
-    def attend(self, **changes: Any) -> Any:
-        return thd_attention(self.q, self.k, self.v, **self.arguments(**changes))
+    def attend(self, function: Any = thd_attention, /, **changes: Any) -> Any:
+        """``function``: :func:`thd_attention`, compiled for example, or one with its signature."""
+        return function(self.q, self.k, self.v, **self.arguments(**changes))
 
-    def run(self, **changes: Any) -> Results:
+    def run(self, function: Any = thd_attention, /, **changes: Any) -> Results:
         """Forward and backward; max_logit only where ``return_max_logit=True`` is among the changes."""
-        out, lse, *rest = self.attend(return_lse=True, **changes)
+        out, lse, *rest = self.attend(function, return_lse=True, **changes)
         dq, dk, dv = torch.autograd.grad(out, (self.q, self.k, self.v), self.grad_out)
         return Results(out.detach(), lse, rest[0] if rest else None, dq, dk, dv)
 
@@ -494,7 +500,9 @@ def assert_closed_form(case: PackedCase, device: Any = "cpu", **changes: Any) ->
     expected_out, expected_lse = (tensor.to(device) for tensor in closed_form(case))
     # Each output is a mean of numbers as large as itself: an error relative to it, whatever the dtype.
     assert_close("out", out, expected_out[:, None, None].expand(out.shape), _TOLERANCE[case.dtype], 1e-6)
-    assert_close("lse", lse, expected_lse.expand(lse.shape), 1e-5, 1e-5)
+    # Off by one key in n is ln(1 + 1 / n): seen up to some thousand keys.
+    tolerance = 1e-4 if case.dtype in (torch.float16, torch.bfloat16) else 1e-5
+    assert_close("lse", lse, expected_lse.expand(lse.shape), 0.0, tolerance)
     assert_outside_is_zero(case, out=out, lse=lse)
 
 

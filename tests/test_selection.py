@@ -223,6 +223,18 @@ def test_a_failure_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs.attend()
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("width", [128, 256])
+def test_gaps_cost_no_backend(width: int, training: bool) -> None:
+    """A blanket pad_between_seqs must not leave a wide head without kernels: no backend refuses gaps."""
+    from te_attn_ops.backends import BACKEND_NAMES, get_backend
+
+    params = AttentionParams(head_dim_qk=width, head_dim_v=width, is_training=training)
+    for name in BACKEND_NAMES:
+        with_gaps, without = (list(get_backend(name).refusals(params.replace(has_gaps=gaps))) for gaps in (True, False))
+        assert with_gaps == without, name
+
+
 def test_policies_may_run_on_different_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[tuple[str, Band, list[int]]] = []
 

@@ -141,6 +141,15 @@ def test_benchmark_works(name: str, tokens: int, sequences: int, policies: int, 
     assert prepared.policy_index.tolist() == list(work.owner) and prepared.contiguous is (pattern == "contiguous")
 
 
+def test_benchmark_work_as_a_sample() -> None:
+    case = benchmark_work("4k-p2-mla").case(dtype=torch.float16)
+    assert (case.head_dim_qk, case.width_v, case.groups, case.dtype) == (192, 128, 16, torch.float16)
+    case = benchmark_work("A-gqa").case()
+    assert (case.num_heads, case.groups, case.dtype, case.total("q")) == (16, 4, torch.bfloat16, 33408)
+    work = benchmark_work("A-contiguous")
+    assert work.pattern == "contiguous" and sorted(work.lengths) == sorted(benchmark_work("A").lengths)
+
+
 def test_benchmark_works_are_seeded_and_named() -> None:
     assert benchmark_work("33k-p4") == benchmark_work("33k-p4")
     assert benchmark_work("33k-p2").lengths == benchmark_work("33k-p4").lengths

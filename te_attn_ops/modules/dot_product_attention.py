@@ -85,7 +85,8 @@ class DotProductAttention(torch.nn.Module):
         self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type = attention_type
         self.layer_number = 1 if layer_number is None else layer_number
-        self.softmax_scale = self.head_dim_qk**-0.5 if softmax_scale is None else softmax_scale
+        # None stays None: a float attribute would be symbolic under torch.compile(dynamic=True), and cost a second trace.
+        self.softmax_scale = softmax_scale
         self.return_max_logit = bool(return_max_logit)
         self.name = name
         self.backend = backend
@@ -342,7 +343,7 @@ class DotProductAttention(torch.nn.Module):
             f"qkv_format={self.qkv_format!r}",
             f"attn_mask_type={self.attn_mask_type!r}",
         ]
-        for name in ("window_size", "bottom_right_diagonal", "backend", "pad_head_dim", "selection"):
+        for name in ("window_size", "bottom_right_diagonal", "softmax_scale", "backend", "pad_head_dim", "selection"):
             if getattr(self, name) is not None:
                 parts.append(f"{name}={getattr(self, name)!r}")
         parts += [f"{name}=True" for name in ("return_max_logit", "sanitize_padding") if getattr(self, name)]

@@ -236,7 +236,10 @@ def test_softmax_scale() -> None:
     # The case's own mask is the causal one.
     want = reference(build(inputs.case.replace(masks=(FULL,))), 0.5).out.flatten(1)
     torch.testing.assert_close(got, want)
-    assert module_for(inputs.case).softmax_scale == 8**-0.5
+    torch.testing.assert_close(
+        _thd(attn_mask_type="padding")[0](inputs.q, inputs.k, inputs.v, **call),
+        reference(build(inputs.case.replace(masks=(FULL,))), 8**-0.5).out.flatten(1),
+    )
 
 
 def test_missing_max_seqlen_is_derived() -> None:

@@ -251,12 +251,12 @@ def test_argument_order_is_transformer_engines() -> None:
     "options",
     [
         {"qk_norm_type": "RMSNorm", "num_gqa_groups": 1},
-        {"fuse_qkv_params": True, "activation_checkpointing": "selective"},
+        {"fuse_qkv_params": True},
         {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 8, "v_head_dim": 6},
         {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"},
         {"attn_input_format": "sbhd", "self_attn_mask_type": "padding_causal"},
     ],
-    ids=["gqa_qk_norm", "fused_selective", "mla", "decoder", "sbhd"],
+    ids=["gqa_qk_norm", "fused", "mla", "decoder", "sbhd"],
 )
 def test_a_training_step_reads_nothing_on_the_host(options: dict[str, Any]) -> None:
     layer = make("layer", **options)

@@ -1,0 +1,40 @@
+"""Sphinx configuration. The tables come from docs/results and from the package itself, anew at each build."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
+
+import make_tables
+
+import te_attn_ops
+
+make_tables.write_pages()
+
+project = "te_attn_ops"
+copyright = "the te_attn_ops authors"
+version = release = te_attn_ops.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# _generated holds parts of pages, results what they are made from.
+exclude_patterns = ["_build", "_generated", "results"]
+source_suffix = {".md": "markdown"}
+
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_class_signature = "separated"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+maximum_signature_line_length = 100
+python_use_unqualified_type_names = True
+
+html_theme = "furo"
+html_title = f"te_attn_ops {release}"
+html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}

@@ -1,0 +1,552 @@
+"""Tables of the documentation and of the README, from docs/results/*.json and from the backends' own refusals.
+
+    python docs/make_tables.py            write docs/_generated/*.md and the README's block of results
+    python docs/make_tables.py --check    exit code 1 if the README's block is not what the results say
+
+The documentation's build does the first part by itself. A result that is not there gives a sentence that says how to make it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+RESULTS = DOCS / "results"
+GENERATED = DOCS / "_generated"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results: begin (python docs/make_tables.py) -->", "<!-- results: end -->"
+
+if importlib.util.find_spec("te_attn_ops") is None:  # a checkout that is not installed
+    sys.path.insert(0, str(ROOT))
+
+import torch
+
+from te_attn_ops import AttentionParams, Band
+from te_attn_ops.backends import BACKEND_NAMES, cudnn, flash4, get_backend
+from te_attn_ops.modules.unsupported import _UNSUPPORTED
+
+Row = dict[str, Any]
+NO = "-"
+
+
+# ---------------------------------------------------------------------------------------------------------------------- pieces
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """A Markdown table; numbers to the right, None empty. Columns without an entry are left out."""
+    body = [[_cell(value) for value in row] for row in rows]
+    used = [c for c in range(len(header)) if c == 0 or any(row[c] for row in body)]
+    right = [bool(body) and all(re.fullmatch(r"[\d.,x%]*", row[c]) for row in body) for c in range(len(header))]
+    lines = [[header[c] for c in used], ["---:" if right[c] else "---" for c in used], *[[row[c] for c in used] for row in body]]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+    if isinstance(value, int):
+        return f"{value:,}"
+    return str(value).replace("|", "\\|").replace("\n", " ")
+
+
+def read(name: str) -> Row | None:
+    """A results file; None where it is missing."""
+    path = RESULTS / name
+    if not path.is_file():
+        return None
+    data: Row = json.loads(path.read_text())
+    return data
+
+
+def provenance(data: Row, name: str) -> str:
+    """Where the figures come from, as one sentence."""
+    versions = {key: value for key, value in (data.get("versions") or {}).items() if value}
+    listed = ", ".join(f"{key} {value}" for key, value in versions.items())
+    command = f", by `{data['command']}`" if data.get("command") else ""
+    return f"Measured on one {data.get('device', 'unknown device')}{command} (`docs/results/{name}`; {listed})."
+
+
+def missing(name: str, command: str) -> str:
+    return f"*`docs/results/{name}` is not in this checkout; `{command}` on a GPU writes it.*\n"
+
+
+def plot(name: str, text: str) -> str:
+    return f"![{text}](/results/{name})\n" if (RESULTS / name).is_file() else ""
+
+
+def _best(rows: Iterable[Row], key: str = "ms") -> Row | None:
+    timed = [row for row in rows if row.get(key)]
+    return min(timed, key=lambda row: row[key], default=None)
+
+
+def _ms(row: Row | None) -> float | None:
+    return None if row is None else row["ms"]
+
+
+def _ratio(a: float | None, b: float | None) -> str | None:
+    return f"{a / b:.2f}x" if a and b else None
+
+
+# ------------------------------------------------------------------------------------------------------------ benchmarks: mixed
+MIXED = "mixed_h200.json"
+_MIXED_KINDS = ("ideal", "padded", "single_launch", "grouped", "flex_flash", "flex_triton")
+_OURS = ("padded", "single_launch", "grouped")
+
+
+class Mixed:
+    """The rows of one run of benchmarks.mixed."""
+
+    def __init__(self, data: Row) -> None:
+        self.rows: list[Row] = data["rows"]
+        self.works = list(dict.fromkeys(row["work"] for row in self.rows))
+
+    def of(self, work: str, *dispatches: str, backward: bool, graphed: bool = True, **equal: Any) -> list[Row]:
+        return [
+            row
+            for row in self.rows
+            if row["work"] == work
+            and row["dispatch"] in dispatches
+            and row["backward"] is backward
+            and row["graphed"] is graphed
+            and "new_geometry" not in row
+            and all(row.get(key) == value for key, value in equal.items())
+        ]
+
+    def best(self, work: str, *dispatches: str, backward: bool) -> Row | None:
+        return _best(self.of(work, *dispatches, backward=backward))
+
+    def describe(self, work: str) -> Row:
+        return next(row for row in self.rows if row["work"] == work)
+
+
+def mixed_times(mixed: Mixed) -> str:
+    """Per work, forward and forward + backward, graphed: the fastest backend of each kind."""
+    header = ("work", "tokens", "sequences", "policies", "pass", *_MIXED_KINDS, "best of ours / ideal")
+    body = []
+    for work in mixed.works:
+        for backward in (False, True):
+            found = {kind: _ms(mixed.best(work, kind, backward=backward)) for kind in _MIXED_KINDS}
+            ours = _ms(mixed.best(work, *_OURS, backward=backward))
+            d = mixed.describe(work)
+            what = "forward + backward" if backward else "forward"
+            body.append((work, d["tokens"], d["sequences"], d["policies"], what, *found.values(), _ratio(ours, found["ideal"])))
+    return table(header, body)
+
+
+def mixed_backends(mixed: Mixed) -> str:
+    """Per work and backend: its padded dispatch against its own ideal and against its grouped dispatch, forward + backward."""
+    body = []
+    for work in mixed.works:
+        for backend in dict.fromkeys(row["backend"] for row in mixed.rows if row["work"] == work):
+            padded, ideal, grouped = (_best(mixed.of(work, kind, backward=True, backend=backend)) for kind in ("padded", "ideal", "grouped"))
+            if padded is not None:
+                times = (_ms(padded), _ms(ideal), _ms(grouped))
+                body.append((work, backend, *times, _ratio(times[0], times[1]), _ratio(times[2], times[0])))
+    return table(("work", "backend", "padded ms", "ideal ms", "grouped ms", "padded / ideal", "grouped / padded"), body)
+
+
+def mixed_auto(mixed: Mixed) -> str:
+    """What "auto" took, against the best dispatch."""
+    body = []
+    for work in mixed.works:
+        best = mixed.best(work, *_OURS, backward=True)
+        if best is None:
+            continue
+        static, measured = (_best(mixed.of(work, "auto", backward=True, selection=how)) for how in ("static", "measured"))
+        ratios = (_ratio(_ms(static), best["ms"]), _ratio(_ms(measured), best["ms"]))
+        body.append((work, f"{best['dispatch']} ({best['backend']})", best["ms"], *ratios))
+    return table(("work", "best", "ms", "auto, static / best", "auto, measured / best"), body)
+
+
+def mixed_geometry(mixed: Mixed) -> str:
+    """A new batch geometry every step: the preparation, and its share of a layer."""
+    body = []
+    for row in mixed.rows:
+        if row.get("new_geometry") and row.get("ms"):
+            preparation = row.get("plan_ms") if row.get("plan_ms") is not None else row.get("mask_ms")
+            body.append((row["work"], row["dispatch"], row["backend"], row["layers"], preparation, row["ms"]))
+    return table(("work", "dispatch", "backend", "layers", "preparation ms", "forward + backward ms per layer"), body) if body else ""
+
+
+def mixed_host(mixed: Mixed) -> str:
+    """Host time of an eager forward call beside that of the library's own entry."""
+    body = []
+    for work in mixed.works:
+        for row in mixed.of(work, "padded", backward=False, graphed=False):
+            raw = next(iter(mixed.of(work, "raw", backward=False, graphed=False, backend=row["backend"])), {})
+            body.append((work, row["backend"], row["policies"], raw.get("host_us"), row.get("host_us"), row.get("host_us_grad")))
+    header = ("work", "backend", "policies", "the library's entry, one policy (us)", "no gradients (us)", "with gradients (us)")
+    return table(header, body) if body else ""
+
+
+def mixed_page() -> str:
+    data, command = read(MIXED), "python -m benchmarks.mixed"
+    if data is None:
+        return missing(MIXED, command)
+    mixed = Mixed(data)
+    parts = [
+        provenance(data, MIXED),
+        plot("mixed_h200.png", "Forward and backward of mixed batches, as a multiple of the fastest ideal"),
+        "Milliseconds under CUDA graphs, the fastest backend of each kind. *ideal* is the same kernel on data that was compacted for "
+        "free, with nothing restored afterwards; the FlexAttention columns have their block mask prebuilt.",
+        mixed_times(mixed),
+        "Forward and backward of each backend against its own ideal:",
+        mixed_backends(mixed),
+        'What `"auto"` took:',
+        mixed_auto(mixed),
+    ]
+    geometry, host = mixed_geometry(mixed), mixed_host(mixed)
+    if geometry:
+        parts += ["A new geometry every step, its preparation shared by the layers of a model:", geometry]
+    if host:
+        parts += ["Host time of an eager forward call:", host]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# ---------------------------------------------------------------------------------------------------------- benchmarks: padding
+PADDING = "padding_h200.json"
+
+
+def padding_times(data: Row) -> str:
+    rows = data["rows"]
+    backends = list(dict.fromkeys((row["backend"], bool(row["padded"])) for row in rows))
+    titles = [f"{backend} {'padded' if padded else 'native'}" for backend, padded in backends]
+    body = []
+    for widths, training in dict.fromkeys(((r["head_dim_qk"], r["head_dim_v"]), bool(r["training"])) for r in rows):
+        here = [r for r in rows if (r["head_dim_qk"], r["head_dim_v"]) == widths and bool(r["training"]) is training]
+        times = {(r["backend"], bool(r["padded"])): r.get("ms") for r in here}
+        body.append((f"{widths[0]}/{widths[1]}", "training" if training else "inference", *[times.get(key) for key in backends]))
+    return table(("head_dim qk/v", "", *titles), body)
+
+
+def padding_choices(data: Row) -> str:
+    body = []
+    for choice in data.get("choices", ()):
+        key = (choice["head_dim_qk"], choice["head_dim_v"], bool(choice["training"]))
+        here = [r for r in data["rows"] if (r["head_dim_qk"], r["head_dim_v"], bool(r["training"])) == key]
+        best = _best(here)
+        chosen = _best(r for r in here if r["backend"] == choice["backend"] and bool(r["padded"]) is bool(choice["padded"]))
+        how = f"{choice['backend']} {'padded' if choice['padded'] else 'native'}"
+        mode = "training" if key[2] else "inference"
+        body.append((f"{key[0]}/{key[1]}", mode, choice["selection"], how, _ms(chosen), _ratio(_ms(chosen), _ms(best))))
+    return table(("head_dim qk/v", "", "selection", "choice", "ms", "choice / best"), body)
+
+
+def padding_cost(data: Row) -> str:
+    cost = data.get("pad_cost") or []
+    body = [(f"{c['head_dim_qk']}/{c['head_dim_v']}", "compiled" if c["compiled"] else "eager", c["ms_extra"]) for c in cost]
+    return table(("head_dim qk/v", "", "ms beyond the padded kernel itself"), body) if body else ""
+
+
+def padding_page() -> str:
+    data = read(PADDING)
+    if data is None:
+        return missing(PADDING, "python -m benchmarks.padding")
+    cost = padding_cost(data)
+    parts = [
+        provenance(data, PADDING),
+        plot("padding_h200.png", "Time of each backend, native and padded, by head widths"),
+        "Milliseconds: the forward in inference, forward and backward in training, pad and trim included. Empty: the backend refuses.",
+        padding_times(data),
+        "What the selection took:",
+        padding_choices(data),
+        "What pad and trim add:" if cost else "",
+        cost,
+    ]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+# ----------------------------------------------------------------------------------------------- benchmarks: layers, demo, tests
+LAYERS, DEMO, GPU_TESTS = "layers_h200.json", "demo_h200.json", "gpu_tests.json"
+
+
+def _variants(data: Row) -> dict[str, Row]:
+    """``variants``: a dict by name, or a list of dicts with a name."""
+    found = data.get("variants") or {}
+    if isinstance(found, dict):
+        return found
+    return {str(item.get("variant", item.get("name", n))): item for n, item in enumerate(found)}
+
+
+def layers_page() -> str:
+    data = read(LAYERS)
+    if data is None:
+        return missing(LAYERS, "python -m benchmarks.layers")
+    variants = _variants(data)
+    names = list(dict.fromkeys(key for item in variants.values() for key, value in _numbers(item)))
+    body = [(f"`{name}`", *[dict(_numbers(item)).get(name) for item in variants.values()]) for name in names]
+    return f"{provenance(data, LAYERS)}\n\n{table(('figure', *variants), body)}"
+
+
+def _numbers(item: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
+    """The figures of a nested dict, by their path."""
+    for key, value in item.items():
+        if isinstance(value, dict):
+            yield from _numbers(value, f"{prefix}{key}.")
+        elif isinstance(value, (int, float)) and not isinstance(value, bool):
+            yield f"{prefix}{key}", float(value)
+
+
+def demo_page() -> str:
+    data = read(DEMO)
+    if data is None:
+        return missing(DEMO, "python examples/train_packed.py --report docs/results/demo_h200.json")
+    keys = ("loss_first", "loss_last", "graph_breaks", "compilations", "compilations_after_warmup", "backend", "dispatch", "head_dim_padded")
+    body = [(f"`{key}`", data[key]) for key in (*keys, "tokens_per_second") if key in data]
+    return f"{provenance(data, DEMO)}\n\n{table(('figure', 'value'), body)}"
+
+
+def gpu_tests_page() -> str:
+    data = read(GPU_TESTS)
+    if data is None:
+        return missing(GPU_TESTS, "pytest -m gpu")
+    counts = ", ".join(f"{data[key]} {key}" for key in ("passed", "failed", "skipped") if key in data)
+    return f"The GPU tests' last committed outcome: {counts}, at commit `{str(data.get('commit', 'unknown'))[:12]}`. " + provenance(
+        {**data, "command": data.get("command", "pytest -m gpu")}, GPU_TESTS
+    ) + "\n"
+
+
+# -------------------------------------------------------------------------------------------------- what the backends refuse
+PRESUMED = {
+    "flash-attn": "2.8.3",
+    "flash-attn-3": "3.0.0",
+    "flash-attn-4": flash4.VERSION_READ,
+    "nvidia-cutlass-dsl": "4.8.0",
+    "apache-tvm-ffi": "0.1.12",
+    "quack-kernels": "0.6.0",
+    "nvidia-cudnn-frontend": "1.32.0",
+    "triton": "3.6.0",
+}
+PRESUMED_CUDNN = 91900
+ARCHITECTURES = (80, 86, 89, 90, 100, 103, 120)
+WIDTHS = (
+    *[(width, width) for width in (64, 96, 128, 192, 256, 512)],
+    *[(96, 64), (128, 64), (128, 96), (160, 128), (192, 64), (192, 128), (256, 128)],
+    *[(64, 128), (128, 192)],
+)
+_CAUSAL, _TOP_LEFT, _WINDOW = Band(None, 0, True), Band(None, 0, False), Band(128, 0, True)
+# What a call asks for beyond a causal training step of equal lengths in bfloat16 at 128/128.
+FEATURES: dict[str, Row] = {
+    "float16": {"dtype": torch.float16},
+    "float32": {"dtype": torch.float32},
+    "fewer key/value heads (4 of 16)": {"num_gqa_groups": 4},
+    "fewer key/value heads, 192/128": {"num_gqa_groups": 4, "head_dim_qk": 192},
+    "a window": {"bands": (_WINDOW,)},
+    "a window that is bounded on the left alone": {"bands": (Band(128, None, True),)},
+    "bottom-right, unequal lengths": {"equal_lengths": False},
+    "top-left, unequal lengths": {"bands": (_TOP_LEFT,), "equal_lengths": False},
+    "more query than key tokens": {"equal_lengths": False, "max_seqlen_kv": 2048},
+    "gaps between sequences": {"has_gaps": True},
+    "deterministic": {"deterministic": True},
+    "deterministic, head_dim 256": {"deterministic": True, "head_dim_qk": 256, "head_dim_v": 256},
+    "return_max_logit": {"return_max_logit": True},
+    "return_max_logit, inference": {"return_max_logit": True, "is_training": False},
+    "mutable=True policies": {"static_membership": False},
+}
+
+
+@contextlib.contextmanager
+def presumed_installed() -> Iterator[None]:
+    """Every backend's library counts as installed in the version it was written against, and none is there to be asked: what is left
+    are the limits that the adapters know by themselves."""
+    version = PRESUMED.get
+    versions = {
+        "torch_flash": torch.__version__,
+        "flash2": PRESUMED["flash-attn"],
+        "flash3": PRESUMED["flash-attn-3"],
+        "cudnn_flex": PRESUMED["nvidia-cudnn-frontend"],
+    }
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.object(torch.cuda, "is_available", lambda: False))
+        stack.enter_context(mock.patch.object(flash4, "package_version", lambda name, **_: version(name)))
+        stack.enter_context(mock.patch.object(cudnn, "package_version", lambda name, **_: version(name)))
+        stack.enter_context(mock.patch.object(cudnn, "cudnn_version", lambda: PRESUMED_CUDNN))
+        for name, found in versions.items():
+            stack.enter_context(mock.patch.object(type(get_backend(name)), "version", lambda self, found=found: found))
+        yield
+
+
+def _params(sm: int, **changes: Any) -> AttentionParams:
+    return AttentionParams(sm=sm, single_launch_plan=True, **changes)
+
+
+def _refusals(name: str, p: AttentionParams) -> list[str]:
+    return list(get_backend(name).refusals(p))
+
+
+def _width_cell(name: str, sm: int, widths: tuple[int, int]) -> str:
+    trains, runs = (not _refusals(name, _params(sm, head_dim_qk=widths[0], head_dim_v=widths[1], is_training=t)) for t in (True, False))
+    return "trains" if trains else "forward" if runs else NO
+
+
+def _by_architecture(rows_of: Callable[[int], list[tuple[str, ...]]]) -> dict[tuple[tuple[str, ...], ...], list[int]]:
+    """Architectures with equal rows share a table."""
+    groups: dict[tuple[tuple[str, ...], ...], list[int]] = {}
+    for sm in ARCHITECTURES:
+        groups.setdefault(tuple(rows_of(sm)), []).append(sm)
+    return groups
+
+
+def _title(architectures: list[int]) -> str:
+    return ", ".join(f"sm{sm}" for sm in architectures)
+
+
+def widths_page() -> str:
+    def rows_of(sm: int) -> list[tuple[str, ...]]:
+        return [(f"{w[0]}/{w[1]}", *[_width_cell(name, sm, w) for name in BACKEND_NAMES]) for w in WIDTHS]
+
+    with presumed_installed():
+        groups = _by_architecture(rows_of)
+    parts = [f"### {_title(sms)}\n\n{table(('head_dim qk/v', *BACKEND_NAMES), rows)}" for rows, sms in groups.items()]
+    return "\n".join(parts)
+
+
+def features_page() -> str:
+    def rows_of(sm: int) -> list[tuple[str, ...]]:
+        return [
+            (text, *["yes" if not _refusals(name, _params(sm, **changes)) else NO for name in BACKEND_NAMES])
+            for text, changes in FEATURES.items()
+        ]
+
+    with presumed_installed():
+        groups = _by_architecture(rows_of)
+    parts = [f"### {_title(sms)}\n\n{table(('', *BACKEND_NAMES), rows)}" for rows, sms in groups.items()]
+    return "\n".join(parts)
+
+
+def reasons_page() -> str:
+    """Every kind of refusal in these grids once, with the first call that met it."""
+    parts = []
+    with presumed_installed():
+        for name in BACKEND_NAMES:
+            found: dict[str, tuple[str, str]] = {}
+            for what, p in _grid():
+                for reason in _refusals(name, p):
+                    # Reasons that differ in their numbers alone are of one kind.
+                    found.setdefault(re.sub(r"[\d.]+", "#", reason), (reason, what))
+            lines = [f"* {reason} (sm{what})" for reason, what in found.values()]
+            parts.append(f"`{name}`\n\n" + ("\n".join(lines) if lines else "* refuses none of these calls") + "\n")
+    return "\n".join(parts)
+
+
+def _grid() -> Iterator[tuple[str, AttentionParams]]:
+    for sm in (90, *[other for other in ARCHITECTURES if other != 90]):
+        for widths in WIDTHS:
+            for training in (False, True):
+                mode = "training" if training else "inference"
+                yield f"{sm}, {widths[0]}/{widths[1]}, {mode}", _params(sm, head_dim_qk=widths[0], head_dim_v=widths[1], is_training=training)
+        for text, changes in FEATURES.items():
+            yield f"{sm}, {text}", _params(sm, **changes)
+
+
+def presumed_page() -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in PRESUMED.items())
+    return f"These tables presume cuDNN {cudnn.version_text(PRESUMED_CUDNN)}, {packages}, and builds that lack no kernel.\n"
+
+
+def refused_page() -> str:
+    """What the modules refuse by name."""
+
+    def neutral(values: tuple[object, ...]) -> str:
+        return ", ".join(f"`{value!r}`" for value in values)
+
+    body = [(f"`{name}`", neutral(values), reason) for name, (values, reason) in _UNSUPPORTED.items()]
+    return table(("argument", "accepted", "why no other value"), body)
+
+
+# ----------------------------------------------------------------------------------------------------------------------- outputs
+PAGES: dict[str, Callable[[], str]] = {
+    "mixed": mixed_page,
+    "padding": padding_page,
+    "layers": layers_page,
+    "demo": demo_page,
+    "gpu_tests": gpu_tests_page,
+    "widths": widths_page,
+    "features": features_page,
+    "reasons": reasons_page,
+    "presumed": presumed_page,
+    "refused": refused_page,
+}
+
+
+def write_pages() -> None:
+    """docs/_generated/NAME.md, rewritten only where it changed."""
+    GENERATED.mkdir(exist_ok=True)
+    for name, make in PAGES.items():
+        path, text = GENERATED / f"{name}.md", make()
+        if not path.is_file() or path.read_text() != text:
+            path.write_text(text)
+
+
+README_WORKS = ("33k-p2", "33k-p4", "32k-p8", "8k-p4", "4k-p2")
+
+
+def readme_block() -> str:
+    """The README's results: mixed batches, the padding decision, a model's step. Only what is there."""
+    parts = []
+    data = read(MIXED)
+    if data is not None:
+        mixed = Mixed(data)
+        body = []
+        for work in (name for name in README_WORKS if name in mixed.works):
+            d, ours = mixed.describe(work), mixed.best(work, *_OURS, backward=True)
+            ideal, flash, triton = (_ms(mixed.best(work, kind, backward=True)) for kind in ("ideal", "flex_flash", "flex_triton"))
+            what = f"{d['tokens']:,} tokens, {d['sequences']} sequences, {d['policies']} masks"
+            body.append((what, _ms(ours), ideal, _ratio(_ms(ours), ideal), flash, triton))
+        header = ("forward + backward, ms", "te_attn_ops", "ideal: compacted for free", "ours / ideal", "FlexAttention FLASH", "FlexAttention Triton")
+        parts += ["Mixed masks in one batch, 16 heads of 128, bfloat16, under CUDA graphs:", table(header, body), provenance(data, MIXED)]
+    data = read(LAYERS)
+    if data is not None:
+        body = [
+            (name, item.get("mixed_over_mean_uniform"), item.get("mixed_with_plan_over_mean_uniform"), item.get("grouped_over_mean_uniform"))
+            for name, item in _variants(data).items()
+        ]
+        header = ("training step, 8 layers", "half causal, half full", "the same, prepared anew each step", "the same, grouped")
+        text = "A training step with a mixed batch, as a multiple of the mean of an all-causal and an all-full one:"
+        parts += [text, table(header, body), provenance(data, LAYERS)]
+    if not parts:
+        parts = ["No results in this checkout: `python -m benchmarks` on a GPU writes them to `docs/results/`."]
+    return "\n\n".join(part.strip() for part in parts)
+
+
+def with_block(text: str, block: str) -> str:
+    """The README's text with the block between its markers.
+
+    Raises:
+        ValueError: it has no markers.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise ValueError(f"README.md needs the lines {BEGIN} and {END} once each")
+    head, rest = text.split(BEGIN)
+    return f"{head}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the README's block is out of date")
+    arguments = parser.parse_args()
+    text = README.read_text()
+    fresh = with_block(text, readme_block())
+    if arguments.check:
+        if fresh != text:
+            print("README.md does not show docs/results: run python docs/make_tables.py", file=sys.stderr)
+        return int(fresh != text)
+    write_pages()
+    README.write_text(fresh)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
