@@ -53,7 +53,7 @@ class Timing:
         self.spread = ordered[len(ordered) - 1 - quarter] - ordered[quarter]
 
 
-def time_device(call: Callable[[], Any], budget_ms: float = 150.0, least: int = 7, most: int = 60) -> Timing:
+def time_device(call: Callable[[], Any], budget_ms: float = 60.0, least: int = 7, most: int = 60) -> Timing:
     """Times a call with CUDA events, one pair around each repeat."""
     call()
     torch.cuda.synchronize()
@@ -73,7 +73,7 @@ def time_device(call: Callable[[], Any], budget_ms: float = 150.0, least: int = 
     return Timing([first.elapsed_time(last) for first, last in events])
 
 
-def time_host(call: Callable[[], Any], repeats: int = 10, rounds: int = 7) -> float:
+def time_host(call: Callable[[], Any], repeats: int = 8, rounds: int = 5) -> float:
     """Microseconds of host time per call: submission only, the queue never full. The fastest round."""
     best = float("inf")
     for _ in range(rounds):

@@ -7,6 +7,7 @@ the single-launch plan, and without it for the padded dispatch.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import statistics
 import time
@@ -37,13 +38,15 @@ def _wall(make: Callable[[int], Any], rounds: int = 8) -> float:
     return statistics.median(samples[2:])
 
 
-def _geometries(s: Setup, count: int) -> list[Any]:
+def _geometries(s: Setup, count: int) -> list[Setup]:
     """The work's lengths in other orders: as many tokens, sequences and policies, other places."""
     shuffled = []
     for seed in range(count):
         lengths = list(s.work.lengths)
         random.Random(seed).shuffle(lengths)
-        shuffled.append(torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32))
+        work = dataclasses.replace(s.work, lengths=tuple(lengths))
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to("cuda", torch.int32)
+        shuffled.append(dataclasses.replace(s, work=work, cu_seqlens=cu_seqlens))
     return shuffled
 
 
@@ -54,11 +57,10 @@ def run(s: Setup) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
 
     def prepare(step: int, attention: Any) -> Any:
-        return prepare_thd_policies(policies, geometries[step], attention=attention, total_q=s.q.shape[0])
+        return prepare_thd_policies(policies, geometries[step].cu_seqlens, attention=attention, total_q=s.q.shape[0])
 
     def flex_mask(step: int) -> Any:
-        s.cu_seqlens = geometries[step]
-        return flex.block_mask(s, flex.mask_tensors(s))
+        return flex.block_mask(geometries[step], flex.mask_tensors(geometries[step]))
 
     ours = {"thd_attention_policies": s.policies}
     works: list[tuple[dict[str, Any], str, Callable[[int], Any], Callable[[], Any]]] = []
@@ -71,7 +73,6 @@ def run(s: Setup) -> list[dict[str, Any]]:
     for label, make in flex.variants(s):
         plain = {key: value for key, value in label.items() if key != "mask_ms"}
         works.append((plain, "mask_ms", flex_mask, make(True, True)))
-    saved = s.cu_seqlens
     for label, key, make_geometry, call in works:
         base = {**s.description, "selection": None, **label, "graphed": True, "backward": True, "new_geometry": True}
         try:
@@ -81,8 +82,6 @@ def run(s: Setup) -> list[dict[str, Any]]:
         except Exception as error:  # one broken kernel must not cost the other rows
             rows.append({**base, "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
             continue
-        finally:
-            s.cu_seqlens = saved
         for layers in LAYERS:
             ms = attention.ms + preparation / layers
             rows.append({**base, "layers": layers, key: preparation, "ms": ms, "ms_spread": attention.spread})

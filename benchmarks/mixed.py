@@ -8,7 +8,10 @@ Writes JSON (rows as documented in docs/benchmarks.md), a Markdown table and a p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
+import sys
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +127,10 @@ def _raw_uniform(s: Setup, backend: str, backward: bool) -> Callable[[], Any]:
     return raw_runner(backend)(Compact(s.q, s.k, s.v, s.grad_out, s.cu_seqlens, max(s.work.lengths), band), backward)
 
 
-def variants(s: Setup, backend: str) -> Iterator[tuple[dict[str, Any], Callable[[bool, bool], Callable[[], Any]]]]:
+Maker = Callable[[bool, bool], Callable[[], Any]]
+
+
+def variants(s: Setup, backend: str) -> Iterator[tuple[dict[str, Any], Maker]]:
     """Labels and a maker (backward, grad) -> call, for everything that one backend is timed at."""
     policies = s.policies
     single = backend == "cudnn_flex"
@@ -145,7 +151,7 @@ def variants(s: Setup, backend: str) -> Iterator[tuple[dict[str, Any], Callable[
         yield {"dispatch": label}, lambda backward, grad, mask=mask: _public(s, backward, grad, attn_mask_type=mask, backend=backend)
 
 
-def auto_variants(s: Setup, selections: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Callable[[bool, bool], Callable[[], Any]]]]:
+def auto_variants(s: Setup, selections: tuple[str, ...]) -> Iterator[tuple[dict[str, Any], Maker]]:
     for selection in selections:
         yield {"dispatch": "auto", "selection": selection}, lambda backward, grad, selection=selection: _public(
             s, backward, grad, thd_attention_policies=s.policies, selection=selection
@@ -153,9 +159,9 @@ def auto_variants(s: Setup, selections: tuple[str, ...]) -> Iterator[tuple[dict[
 
 
 # ----------------------------------------------------------------------------------------------------------------- measuring
-def measure(s: Setup, label: dict[str, Any], make: Callable[[bool, bool], Callable[[], Any]], peak: bool = True) -> list[dict[str, Any]]:
+def measure(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True) -> list[dict[str, Any]]:
     """Rows for one variant: eager and graphed, forward and forward+backward; host time with and without gradients."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     base = {**s.description, "selection": None, **label}
     for backward in (False, True):
         try:
@@ -176,9 +182,24 @@ def measure(s: Setup, label: dict[str, Any], make: Callable[[bool, bool], Callab
             rows.append({**base, "backward": backward, "graphed": False, "ms": None, "error": str(error)[:500]})
         except Exception as error:  # one broken kernel must not cost the other rows
             rows.append({**base, "backward": backward, "graphed": False, "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
-        gc.collect()
-        torch.cuda.empty_cache()
+    gc.collect()
+    _report(rows)
     return rows
+
+
+def warm(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True) -> list[dict[str, Any]]:
+    """Only compiles what :func:`measure` will time, into the caches on disk."""
+    for backward in (False, True):
+        with contextlib.suppress(Exception):
+            make(backward, False)()
+    return []
+
+
+def _report(rows: list[dict[str, Any]]) -> None:
+    told = [row for row in rows if row.get("graphed") or row.get("error")]
+    parts = [f"{row['ms']:.3f}" if row.get("ms") is not None else row.get("error", "?")[:90] for row in told]
+    head = rows[0]
+    print(f"{time.strftime('%H:%M:%S')} {head['work']} {head['backend']} {head['dispatch']} {' '.join(parts)}", file=sys.stderr, flush=True)
 
 
 def _result_bytes(value: Any) -> int:
@@ -187,16 +208,18 @@ def _result_bytes(value: Any) -> int:
     return sum(_result_bytes(item) for item in value if item is not None) if isinstance(value, (tuple, list)) else 0
 
 
-def run_work(s: Setup, backends: list[str], selections: tuple[str, ...], with_flex: bool) -> list[dict[str, Any]]:
+def run_work(
+    s: Setup, backends: list[str], selections: tuple[str, ...], with_flex: bool, visit: Callable[..., list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for backend in backends:
         for label, make in variants(s, backend):
-            rows += measure(s, {"backend": backend, **label}, make)
+            rows += visit(s, {"backend": backend, **label}, make)
     for label, make in auto_variants(s, selections):
-        rows += measure(s, {"backend": "auto", **label}, make)
+        rows += visit(s, {"backend": "auto", **label}, make)
     if with_flex:
         for label, make in flex.variants(s):
-            rows += measure(s, label, make, peak=False)
+            rows += visit(s, label, make, peak=False)
     return rows
 
 
@@ -258,6 +281,7 @@ def main() -> None:
     parser.add_argument("--backends", nargs="+", default=None, help="default: every installed one")
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
     parser.add_argument("--no-measured", action="store_true", help="without the measured selection")
+    parser.add_argument("--warm", action="store_true", help="compile only, into the caches on disk; writes nothing")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "mixed_h200.json")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -268,7 +292,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for name in common.progress(arguments.works, "works"):
         setup = set_up(name)
-        rows += run_work(setup, backends, selections, not arguments.no_flex and name in WORKS)
+        with_flex = not arguments.no_flex and name in WORKS
+        rows += run_work(setup, backends, selections, with_flex, warm if arguments.warm else measure)
+        if arguments.warm:
+            continue
         if not arguments.no_flex and name in WORKS:
             from . import geometry
 
@@ -280,6 +307,8 @@ def main() -> None:
             "rows": merge(arguments.out, rows),
         }
         common.write_json(arguments.out, data)
+    if arguments.warm:
+        return
     arguments.out.with_suffix(".md").write_text(summary(data["rows"]))
     plot(data["rows"], arguments.out.with_suffix(".png"))
     print(summary(rows))

@@ -19,21 +19,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-DOCS = Path(__file__).resolve().parent
-ROOT = DOCS.parent
-RESULTS = DOCS / "results"
-GENERATED = DOCS / "_generated"
-README = ROOT / "README.md"
-BEGIN, END = "<!-- results: begin (python docs/make_tables.py) -->", "<!-- results: end -->"
-
 if importlib.util.find_spec("te_attn_ops") is None:  # a checkout that is not installed
-    sys.path.insert(0, str(ROOT))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
 from te_attn_ops import AttentionParams, Band
 from te_attn_ops.backends import BACKEND_NAMES, cudnn, flash4, get_backend
 from te_attn_ops.modules.unsupported import _UNSUPPORTED
+
+DOCS = Path(__file__).resolve().parent
+ROOT = DOCS.parent
+RESULTS = DOCS / "results"
+GENERATED = DOCS / "_generated"
+README = ROOT / "README.md"
+BEGIN, END = "<!-- results: begin (python docs/make_tables.py) -->", "<!-- results: end -->"
 
 Row = dict[str, Any]
 NO = "-"
@@ -75,7 +75,9 @@ def provenance(data: Row, name: str) -> str:
     versions = {key: value for key, value in (data.get("versions") or {}).items() if value}
     listed = ", ".join(f"{key} {value}" for key, value in versions.items())
     command = f", by `{data['command']}`" if data.get("command") else ""
-    return f"Measured on one {data.get('device', 'unknown device')}{command} (`docs/results/{name}`; {listed})."
+    work = data.get("work")
+    batch = f" Tokens and the like: {', '.join(f'{key} {value}' for key, value in work.items())}." if isinstance(work, dict) else ""
+    return f"Measured on one {data.get('device', 'unknown device')}{command} (`docs/results/{name}`; {listed}).{batch}"
 
 
 def missing(name: str, command: str) -> str:
@@ -150,10 +152,11 @@ def mixed_backends(mixed: Mixed) -> str:
     body = []
     for work in mixed.works:
         for backend in dict.fromkeys(row["backend"] for row in mixed.rows if row["work"] == work):
-            padded, ideal, grouped = (_best(mixed.of(work, kind, backward=True, backend=backend)) for kind in ("padded", "ideal", "grouped"))
+            padded, ideal, grouped = (
+                _ms(_best(mixed.of(work, kind, backward=True, backend=backend))) for kind in ("padded", "ideal", "grouped")
+            )
             if padded is not None:
-                times = (_ms(padded), _ms(ideal), _ms(grouped))
-                body.append((work, backend, *times, _ratio(times[0], times[1]), _ratio(times[2], times[0])))
+                body.append((work, backend, padded, ideal, grouped, _ratio(padded, ideal), _ratio(grouped, padded)))
     return table(("work", "backend", "padded ms", "ideal ms", "grouped ms", "padded / ideal", "grouped / padded"), body)
 
 
@@ -246,8 +249,11 @@ def padding_choices(data: Row) -> str:
 
 def padding_cost(data: Row) -> str:
     cost = data.get("pad_cost") or []
-    body = [(f"{c['head_dim_qk']}/{c['head_dim_v']}", "compiled" if c["compiled"] else "eager", c["ms_extra"]) for c in cost]
-    return table(("head_dim qk/v", "", "ms beyond the padded kernel itself"), body) if body else ""
+    body = [
+        (f"{c['head_dim_qk']}/{c['head_dim_v']}", c.get("backend"), "compiled" if c["compiled"] else "eager", c.get("ms"), c["ms_extra"])
+        for c in cost
+    ]
+    return table(("head_dim qk/v", "backend", "", "step ms", "of it padding ms"), body) if body else ""
 
 
 def padding_page() -> str:
@@ -262,7 +268,7 @@ def padding_page() -> str:
         padding_times(data),
         "What the selection took:",
         padding_choices(data),
-        "What pad and trim add:" if cost else "",
+        "What padding adds to a training step whose values come from a projection:" if cost else "",
         cost,
     ]
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -303,19 +309,19 @@ def demo_page() -> str:
     data = read(DEMO)
     if data is None:
         return missing(DEMO, "python examples/train_packed.py --report docs/results/demo_h200.json")
-    keys = ("loss_first", "loss_last", "graph_breaks", "compilations", "compilations_after_warmup", "backend", "dispatch", "head_dim_padded")
-    body = [(f"`{key}`", data[key]) for key in (*keys, "tokens_per_second") if key in data]
+    counts = ("graph_breaks", "compilations", "compilations_after_warmup")
+    keys = ("loss_first", "loss_last", *counts, "backend", "dispatch", "head_dim_padded", "tokens_per_second")
+    body = [(f"`{key}`", data[key]) for key in keys if key in data]
     return f"{provenance(data, DEMO)}\n\n{table(('figure', 'value'), body)}"
 
 
 def gpu_tests_page() -> str:
     data = read(GPU_TESTS)
     if data is None:
-        return missing(GPU_TESTS, "pytest -m gpu")
+        return missing(GPU_TESTS, "python -m benchmarks.gpu_tests")
     counts = ", ".join(f"{data[key]} {key}" for key in ("passed", "failed", "skipped") if key in data)
-    return f"The GPU tests' last committed outcome: {counts}, at commit `{str(data.get('commit', 'unknown'))[:12]}`. " + provenance(
-        {**data, "command": data.get("command", "pytest -m gpu")}, GPU_TESTS
-    ) + "\n"
+    outcome = f"The GPU tests' last committed outcome: {counts}, at commit `{str(data.get('commit', 'unknown'))[:12]}`."
+    return f"{outcome} {provenance(data, GPU_TESTS).replace('Measured', 'Run')}\n"
 
 
 # -------------------------------------------------------------------------------------------------- what the backends refuse
@@ -445,10 +451,15 @@ def _grid() -> Iterator[tuple[str, AttentionParams]]:
     for sm in (90, *[other for other in ARCHITECTURES if other != 90]):
         for widths in WIDTHS:
             for training in (False, True):
-                mode = "training" if training else "inference"
-                yield f"{sm}, {widths[0]}/{widths[1]}, {mode}", _params(sm, head_dim_qk=widths[0], head_dim_v=widths[1], is_training=training)
+                what = f"{sm}, {widths[0]}/{widths[1]}, {'training' if training else 'inference'}"
+                yield what, _params(sm, head_dim_qk=widths[0], head_dim_v=widths[1], is_training=training)
         for text, changes in FEATURES.items():
             yield f"{sm}, {text}", _params(sm, **changes)
+
+
+def tiles_page() -> str:
+    body = [(f"`{name}`", "reaches neighbours" if get_backend(name).loads_whole_tiles else "is not read") for name in BACKEND_NAMES]
+    return table(("backend", "a non-finite row of no sequence"), body)
 
 
 def presumed_page() -> str:
@@ -477,6 +488,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "features": features_page,
     "reasons": reasons_page,
     "presumed": presumed_page,
+    "tiles": tiles_page,
     "refused": refused_page,
 }
 
@@ -505,14 +517,13 @@ def readme_block() -> str:
             ideal, flash, triton = (_ms(mixed.best(work, kind, backward=True)) for kind in ("ideal", "flex_flash", "flex_triton"))
             what = f"{d['tokens']:,} tokens, {d['sequences']} sequences, {d['policies']} masks"
             body.append((what, _ms(ours), ideal, _ratio(_ms(ours), ideal), flash, triton))
-        header = ("forward + backward, ms", "te_attn_ops", "ideal: compacted for free", "ours / ideal", "FlexAttention FLASH", "FlexAttention Triton")
+        peers = ("ideal: compacted for free", "ours / ideal", "FlexAttention FLASH", "FlexAttention Triton")
+        header = ("forward + backward, ms", "te_attn_ops", *peers)
         parts += ["Mixed masks in one batch, 16 heads of 128, bfloat16, under CUDA graphs:", table(header, body), provenance(data, MIXED)]
     data = read(LAYERS)
     if data is not None:
-        body = [
-            (name, item.get("mixed_over_mean_uniform"), item.get("mixed_with_plan_over_mean_uniform"), item.get("grouped_over_mean_uniform"))
-            for name, item in _variants(data).items()
-        ]
+        ratios = [f"{kind}_over_mean_uniform" for kind in ("mixed", "mixed_with_plan", "grouped")]
+        body = [(name, *[item.get(ratio) for ratio in ratios]) for name, item in _variants(data).items()]
         header = ("training step, 8 layers", "half causal, half full", "the same, prepared anew each step", "the same, grouped")
         text = "A training step with a mixed batch, as a multiple of the mean of an all-causal and an all-full one:"
         parts += [text, table(header, body), provenance(data, LAYERS)]

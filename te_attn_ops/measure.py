@@ -188,7 +188,7 @@ def measure(p: AttentionParams, jobs: list[Job]) -> dict[Job, Outcome]:
     Raises:
         RuntimeError: a launch broke the CUDA context, in which nothing more can run; the refusal is remembered for later processes.
     """
-    device = torch.device(p.device_type, p.device_index) if p.device_type == "cuda" else torch.device(p.device_type)
+    device = _device_of(p)
     tokens = _TOKENS.get(p.device_type, _TOKENS["cpu"])
     done: dict[Job, Outcome] = {}
     # Selection may run while a compiler traces or under a user's mode: they must not see these tensors.
@@ -232,6 +232,8 @@ def _measure_once(
         if not _is_out_of_memory(error):
             raise
         return outcomes, True
+    for job, ms in times.items():
+        logger.debug("timed %s, %s: %.4f ms with %d tokens", job.describe(), job.dispatch, ms, tokens)
     return outcomes | {job: Outcome(ms, tokens) for job, ms in times.items()}, out_of_memory
 
 
@@ -293,6 +295,12 @@ def _check_context(p: AttentionParams, job: Job, outcome: Outcome, device: torch
 def _synchronize(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def _device_of(p: AttentionParams) -> torch.device:
+    if p.device_type != "cuda":
+        return torch.device(p.device_type)
+    return torch.device("cuda", p.device_index if p.device_index >= 0 else torch.cuda.current_device())
 
 
 def _device_guard(device: torch.device) -> Any:
@@ -439,7 +447,7 @@ def _fingerprint(p: AttentionParams) -> dict[str, Any]:
     return {
         "format": _FORMAT,
         "plan": plans.ABI,
-        **environment.fingerprint(p.device_index if p.device_type == "cuda" else None),
+        **environment.fingerprint(_device_of(p).index),
         "driver": driver() if p.device_type == "cuda" and driver is not None else None,
         "backends": {name: get_backend(name).version() for name in BACKEND_NAMES},
     }

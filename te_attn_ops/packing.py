@@ -26,11 +26,9 @@ class Packing(NamedTuple):
     slots_q: Tensor
     slots_kv: Tensor
     has_gaps: bool
-
-    @property
-    def equal_lengths(self) -> bool:
-        """Whether q and kv are known to have the same lengths: they share one tensor object."""
-        return self.cu_seqlens_kv is self.cu_seqlens_q
+    # Whether q and kv are known to have the same lengths: they share one tensor object. No property: the Dynamo of torch 2.8 does
+    # not trace those of a named tuple.
+    equal_lengths: bool
 
 
 def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
@@ -81,7 +79,7 @@ def make_packing(
     slots_q = _slots("cu_seqlens_q_padded", cu_seqlens_q_padded, "cu_seqlens_q", cu_seqlens_q, like)
     slots_kv = _slots("cu_seqlens_kv_padded", cu_seqlens_kv_padded, "cu_seqlens_kv", cu_seqlens_kv, like)
     has_gaps = slots_q is not cu_seqlens_q or slots_kv is not cu_seqlens_kv
-    return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps)
+    return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps, cu_seqlens_kv is cu_seqlens_q)
 
 
 def trusted_packing(
@@ -95,7 +93,7 @@ def trusted_packing(
     slots_q = cu_seqlens_q if cu_seqlens_q_padded is None else cu_seqlens_q_padded
     slots_kv = cu_seqlens_kv if cu_seqlens_kv_padded is None else cu_seqlens_kv_padded
     has_gaps = slots_q is not cu_seqlens_q or slots_kv is not cu_seqlens_kv
-    return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps)
+    return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps, cu_seqlens_kv is cu_seqlens_q)
 
 
 def _slots(name: str, padded: Tensor | None, plain_name: str, plain: Tensor, like: Tensor) -> Tensor:

@@ -391,9 +391,7 @@ def test_a_kernel_that_rejects_its_arguments_is_given_up(library: Library) -> No
     assert backend.fallbacks[key].startswith("TypeError: Mismatched")
 
 
-def test_only_what_was_read_is_called_directly(
-    library: Library, versions: dict[str, str | None], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_what_was_read_goes_direct(library: Library, versions: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     versions["flash-attn-4"] = "4.0.0b37"
     backend = Flash4()
     for _ in range(2):
@@ -459,7 +457,7 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
     assert flash4._cache_folder() is None
 
 
-# ------------------------------------------------------------------------------- against the library itself, where it is installed
+# ---------------------------------------------------------------------------- against the library itself, where it is installed
 class AnyKernel(dict[Any, Any]):
     """A cache in which every kernel is found, and does nothing."""
 

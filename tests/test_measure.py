@@ -732,6 +732,26 @@ def test_two_processes_agree(tmp_path: Path) -> None:
     assert answers[0] == answers[1], "ranks chose different kernels"
 
 
+# -------------------------------------------------------------------------------------------------------------- the benchmark
+def test_the_padding_benchmark_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from benchmarks import padding
+
+    install(monkeypatch, Stub("unfused"), Stub("flash4"), Stub("flash2", refuse_native), Stub("cudnn", before_forward=failing("no")))
+    data = padding.run(padding.SMOKE._replace(pad_cost_pairs=((24, 16),), compiler="eager"))
+    cells = {(r["head_dim_qk"], r["head_dim_v"], r["training"], r["backend"], r["padded"]) for r in data["rows"]}
+    backends = [("unfused", False), ("unfused", True), ("flash4", False), ("flash4", True), ("flash2", True)]
+    assert cells == {(*pair, training, *b) for pair in padding.SMOKE.pairs for training in (False, True) for b in backends}
+    assert all(r["ms"] > 0 for r in data["rows"])
+    assert {(f["backend"], f["padded"]) for f in data["failures"]} == {("cudnn", False), ("cudnn", True)}
+    choices = [(c["head_dim_qk"], c["head_dim_v"], c["training"], c["selection"]) for c in data["choices"]]
+    assert len(set(choices)) == len(choices) == 8 and all(c["of_best"] >= 1 for c in data["choices"])
+    assert [(c["compiled"], c["head_dim_qk"], c["head_dim_v"]) for c in data["pad_cost"]] == [(False, 24, 16), (True, 24, 16)]
+    out = tmp_path / "padding.json"
+    out.write_text(json.dumps(data))
+    assert padding.main(["--from", str(out), "--print-ranks"]) == 0
+    assert "| 24/16 |" in out.with_suffix(".md").read_text()
+
+
 # ----------------------------------------------------------------------------------------------------------------- on a device
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -582,6 +582,7 @@ class Cudnn(Backend):
             yield from self._library_refusals(p, version)
 
     def forward(self, call: ForwardCall) -> None:
+        call.q, call.k, call.v = (_heads_together(x) for x in (call.q, call.k, call.v))
         graph = self._forward_graph(call)
         q, out, lse = call.q, call.out, call.lse
         stats = graph.spec.stats
@@ -598,6 +599,9 @@ class Cudnn(Backend):
             fill_keyless_rows(call)
 
     def backward(self, call: BackwardCall) -> None:
+        # Seen on an H200 (cuDNN 9.19): with q in another layout than dq, dq was wrong, or the kernel crashed.
+        call.q, call.k, call.v = call.q.contiguous(), call.k.contiguous(), call.v.contiguous()
+        call.out, call.grad_out = _heads_together(call.out), _heads_together(call.grad_out)
         spec = backward_spec(call)
         graph = self._graphs.get(spec) or self._build(spec)
         stats = _token_major_stats(call.lse)
@@ -698,6 +702,11 @@ class Cudnn(Backend):
         finally:
             logger.setLevel(level)
         return ""
+
+
+def _heads_together(x: Tensor) -> Tensor:
+    """Token-major, rows at any distance: a graph of another layout would be for its number of tokens alone."""
+    return x if x.stride(1) == x.shape[2] else x.contiguous()
 
 
 @functools.cache
