@@ -87,10 +87,10 @@ bench: $(READY)
 matrix: matrix-oldest matrix-newest
 
 matrix-oldest:
-	$(MAKE) pytest VENV=.venv-oldest TORCH='torch==$(OLDEST).*' TESTS='$(or $(TESTS),compile_tests)'
+	$(MAKE) pytest VENV=build/venv-oldest TORCH='torch==$(OLDEST).*' TESTS='$(or $(TESTS),compile_tests)'
 
 matrix-newest:
-	$(MAKE) pytest VENV=.venv-newest TORCH=torch TESTS='$(or $(TESTS),compile_tests)'
+	$(MAKE) pytest VENV=build/venv-newest TORCH=torch TESTS='$(or $(TESTS),compile_tests)'
 
 clean:
-	rm -rf .venv .venv-oldest .venv-newest demo_out docs/_build docs/_generated build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv demo_out docs/_build docs/_generated build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

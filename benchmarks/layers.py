@@ -171,7 +171,7 @@ def time_block(step: Callable[[], None], steps: int, on_cuda: bool) -> float:
     return statistics.median(clock.intervals())
 
 
-def ways_to_run(model: Model) -> tuple[dict[str, Callable[[], None]], dict[str, Any], PlanAhead]:
+def ways_to_run(model: Model) -> tuple[dict[str, Callable[[], None]], dict[str, str | None], PlanAhead]:
     """Steps by name, what each chose, and the planner of the one that plans every step."""
     prepared, planner = model.prepare(0), PlanAhead(model)
     arguments: dict[str, dict[str, Any]] = {
@@ -181,10 +181,10 @@ def ways_to_run(model: Model) -> tuple[dict[str, Callable[[], None]], dict[str, 
     for dispatch in DISPATCHES:
         arguments[f"mixed_{dispatch}"] = {"thd_attention_policies": prepared, "thd_attention_policy_dispatch": dispatch}
     steps: dict[str, Callable[[], None]] = {}
-    chosen: dict[str, Any] = {}
+    chosen: dict[str, str | None] = {}
     for name, mask in arguments.items():
         found = explain(model.layers[0], model.x, **model.call, **mask).winner
-        chosen[name] = None if found is None else {key: found[key] for key in ("backend", "dispatch", "head_dim_padded")}
+        chosen[name] = None if found is None else f"{found['backend']}, {found['dispatch']}, width {found['head_dim_padded'] or 'native'}"
         if found is not None:
             steps[name] = lambda mask=mask: model.step(**mask)
     steps["mixed_with_plan"] = planner.step
@@ -203,7 +203,7 @@ def run(variant: str, sizes: Sizes) -> dict[str, Any]:
                 steps[name]()
         except NoBackendError as error:
             del steps[name]
-            chosen[name] = {"error": str(error)[:300]}
+            chosen[name] = str(error)[:300]
     warm_up_s = time.perf_counter() - start
     planner.host_ms.clear()
     graphs = _graphs()
@@ -239,9 +239,8 @@ def table(variants: dict[str, Any]) -> str:
         ms = result["step_ms"]
         uniform = 0.5 * (ms["causal"] + ms["full"])
         for name, value in ms.items():
-            chosen = result["chosen"].get(name) or {}
-            rows.append([variant, name, chosen.get("backend"), chosen.get("dispatch"), value, value / uniform])
-    return common.markdown_table(("model", "batch", "backend", "dispatch", "step ms", "over mean uniform"), rows)
+            rows.append([variant, name, result["chosen"].get(name), value, value / uniform])
+    return common.markdown_table(("model", "batch", "ran on", "step ms", "over mean uniform"), rows)
 
 
 def main() -> None:
@@ -250,7 +249,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda", help="cpu to try it out, with small sizes")
     for name, default in (("layers", 8), ("hidden", 2048), ("ffn", 5632), ("heads", 16), ("tokens", 16384), ("documents", 16)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=6, help="timed steps of each way to run, per round")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "layers_h200.json")
     arguments = vars(parser.parse_args())

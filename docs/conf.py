@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -39,3 +40,13 @@ html_theme = "furo"
 html_title = f"te_attn_ops {release}"
 html_show_sphinx = False
 html_theme_options = {"navigation_with_keys": True}
+
+
+def _keep_whole_sentences(app: Any, what: str, name: str, obj: object, options: object, lines: list[str]) -> None:
+    """Napoleon takes what stands before the first colon of a property's docstring for its type: nothing, then."""
+    if what in ("property", "attribute") and lines:
+        lines[0] = f": {lines[0]}"
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", _keep_whole_sentences, priority=400)

@@ -55,7 +55,7 @@ def _cell(value: Any) -> str:
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, float):
-        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}"
+        return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 1000 else f"{value:,.0f}"
     if isinstance(value, int):
         return f"{value:,}"
     return str(value).replace("|", "\\|").replace("\n", " ")
@@ -75,9 +75,9 @@ def provenance(data: Row, name: str) -> str:
     versions = {key: value for key, value in (data.get("versions") or {}).items() if value}
     listed = ", ".join(f"{key} {value}" for key, value in versions.items())
     command = f", by `{data['command']}`" if data.get("command") else ""
-    work = data.get("work")
-    batch = f" Tokens and the like: {', '.join(f'{key} {value}' for key, value in work.items())}." if isinstance(work, dict) else ""
-    return f"Measured on one {data.get('device', 'unknown device')}{command} (`docs/results/{name}`; {listed}).{batch}"
+    work = data.get("work") or data.get("sizes")
+    sizes = f" Sizes: {', '.join(f'{key} {value}' for key, value in work.items())}." if isinstance(work, dict) else ""
+    return f"Measured on one {data.get('device', 'unknown device')}{command} (`docs/results/{name}`; {listed}).{sizes}"
 
 
 def missing(name: str, command: str) -> str:
@@ -86,6 +86,11 @@ def missing(name: str, command: str) -> str:
 
 def plot(name: str, text: str) -> str:
     return f"![{text}](/results/{name})\n" if (RESULTS / name).is_file() else ""
+
+
+def paragraphs(*parts: str) -> str:
+    """The parts that say something, a blank line between them."""
+    return "\n\n".join(part.strip() for part in parts if part) + "\n"
 
 
 def _best(rows: Iterable[Row], key: str = "ms") -> Row | None:
@@ -194,28 +199,42 @@ def mixed_host(mixed: Mixed) -> str:
     return table(header, body) if body else ""
 
 
-def mixed_page() -> str:
-    data, command = read(MIXED), "python -m benchmarks.mixed"
+def _mixed_page(parts_of: Callable[[Mixed], list[str]]) -> str:
+    data = read(MIXED)
     if data is None:
-        return missing(MIXED, command)
-    mixed = Mixed(data)
-    parts = [
-        provenance(data, MIXED),
-        plot("mixed_h200.png", "Forward and backward of mixed batches, as a multiple of the fastest ideal"),
-        "Milliseconds under CUDA graphs, the fastest backend of each kind. *ideal* is the same kernel on data that was compacted for "
-        "free, with nothing restored afterwards; the FlexAttention columns have their block mask prebuilt.",
-        mixed_times(mixed),
-        "Forward and backward of each backend against its own ideal:",
-        mixed_backends(mixed),
-        'What `"auto"` took:',
-        mixed_auto(mixed),
-    ]
-    geometry, host = mixed_geometry(mixed), mixed_host(mixed)
-    if geometry:
-        parts += ["A new geometry every step, its preparation shared by the layers of a model:", geometry]
-    if host:
-        parts += ["Host time of an eager forward call:", host]
-    return "\n\n".join(part for part in parts if part) + "\n"
+        return missing(MIXED, "python -m benchmarks.mixed")
+    return paragraphs(provenance(data, MIXED), *parts_of(Mixed(data)))
+
+
+def mixed_page() -> str:
+    """For the page on dispatches."""
+    return _mixed_page(
+        lambda mixed: [
+            plot("mixed_h200.png", "Forward and backward of mixed batches, as a multiple of the fastest ideal"),
+            "Milliseconds under CUDA graphs, the fastest backend of each kind. *ideal* is the same kernel on data that was compacted for "
+            "free, with nothing restored afterwards; the FlexAttention columns have their block mask prebuilt.",
+            mixed_times(mixed),
+            'What `"auto"` took, forward and backward:',
+            mixed_auto(mixed),
+        ]
+    )
+
+
+def mixed_details_page() -> str:
+    """For the page on benchmarks."""
+
+    def parts_of(mixed: Mixed) -> list[str]:
+        geometry, host = mixed_geometry(mixed), mixed_host(mixed)
+        return [
+            "Forward and backward of each backend, graphed, against its own ideal:",
+            mixed_backends(mixed),
+            "A new geometry every step, its preparation shared by the layers of a model:" if geometry else "",
+            geometry,
+            "Host time of an eager forward call:" if host else "",
+            host,
+        ]
+
+    return _mixed_page(parts_of)
 
 
 # ---------------------------------------------------------------------------------------------------------- benchmarks: padding
@@ -261,7 +280,7 @@ def padding_page() -> str:
     if data is None:
         return missing(PADDING, "python -m benchmarks.padding")
     cost = padding_cost(data)
-    parts = [
+    return paragraphs(
         provenance(data, PADDING),
         plot("padding_h200.png", "Time of each backend, native and padded, by head widths"),
         "Milliseconds: the forward in inference, forward and backward in training, pad and trim included. Empty: the backend refuses.",
@@ -270,39 +289,52 @@ def padding_page() -> str:
         padding_choices(data),
         "What padding adds to a training step whose values come from a projection:" if cost else "",
         cost,
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    )
 
 
 # ----------------------------------------------------------------------------------------------- benchmarks: layers, demo, tests
 LAYERS, DEMO, GPU_TESTS = "layers_h200.json", "demo_h200.json", "gpu_tests.json"
 
 
-def _variants(data: Row) -> dict[str, Row]:
-    """``variants``: a dict by name, or a list of dicts with a name."""
-    found = data.get("variants") or {}
-    if isinstance(found, dict):
-        return found
-    return {str(item.get("variant", item.get("name", n))): item for n, item in enumerate(found)}
+RATIOS = {
+    "mixed_over_mean_uniform": "half causal, half full",
+    "mixed_with_plan_over_mean_uniform": "the same, another partition each step",
+    "grouped_over_mean_uniform": "the same, grouped",
+}
+
+
+def layers_ratios(data: Row) -> str:
+    """A step with a mixed batch, over the mean of an all-causal and an all-full one."""
+    body = [(variant, *[_with_spread(result, ratio) for ratio in RATIOS]) for variant, result in data["variants"].items()]
+    return table(("model", *RATIOS.values()), body)
+
+
+def _with_spread(result: Row, key: str) -> str | None:
+    value, spread = result.get(key), result.get(f"{key}_spread")
+    if value is None:
+        return None
+    return f"{value:.3f}" + (f" ({spread[0]:.3f} to {spread[1]:.3f})" if spread else "")
+
+
+def layers_steps(data: Row) -> str:
+    body = []
+    for variant, result in data["variants"].items():
+        chosen = result.get("chosen", {})
+        body += [(variant, name, chosen.get(name), ms) for name, ms in result["step_ms"].items()]
+    return table(("model", "batch", "ran on", "step ms"), body)
 
 
 def layers_page() -> str:
     data = read(LAYERS)
     if data is None:
         return missing(LAYERS, "python -m benchmarks.layers")
-    variants = _variants(data)
-    names = list(dict.fromkeys(key for item in variants.values() for key, value in _numbers(item)))
-    body = [(f"`{name}`", *[dict(_numbers(item)).get(name) for item in variants.values()]) for name in names]
-    return f"{provenance(data, LAYERS)}\n\n{table(('figure', *variants), body)}"
-
-
-def _numbers(item: Row, prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The figures of a nested dict, by their path."""
-    for key, value in item.items():
-        if isinstance(value, dict):
-            yield from _numbers(value, f"{prefix}{key}.")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield f"{prefix}{key}", float(value)
+    return paragraphs(
+        provenance(data, LAYERS),
+        "A step with a mixed batch, as a multiple of the mean of an all-causal and an all-full one; least and largest over the rounds:",
+        layers_ratios(data),
+        "The steps themselves:",
+        layers_steps(data),
+    )
 
 
 def demo_page() -> str:
@@ -480,6 +512,7 @@ def refused_page() -> str:
 # ----------------------------------------------------------------------------------------------------------------------- outputs
 PAGES: dict[str, Callable[[], str]] = {
     "mixed": mixed_page,
+    "mixed_details": mixed_details_page,
     "padding": padding_page,
     "layers": layers_page,
     "demo": demo_page,
@@ -522,11 +555,8 @@ def readme_block() -> str:
         parts += ["Mixed masks in one batch, 16 heads of 128, bfloat16, under CUDA graphs:", table(header, body), provenance(data, MIXED)]
     data = read(LAYERS)
     if data is not None:
-        ratios = [f"{kind}_over_mean_uniform" for kind in ("mixed", "mixed_with_plan", "grouped")]
-        body = [(name, *[item.get(ratio) for ratio in ratios]) for name, item in _variants(data).items()]
-        header = ("training step, 8 layers", "half causal, half full", "the same, prepared anew each step", "the same, grouped")
         text = "A training step with a mixed batch, as a multiple of the mean of an all-causal and an all-full one:"
-        parts += [text, table(header, body), provenance(data, LAYERS)]
+        parts += [text, layers_ratios(data), provenance(data, LAYERS)]
     if not parts:
         parts = ["No results in this checkout: `python -m benchmarks` on a GPU writes them to `docs/results/`."]
     return "\n\n".join(part.strip() for part in parts)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import environment, ops, packing, plan as plans, policies as policy_module, rows, selection
@@ -95,6 +96,8 @@ def thd_attention(
         _check_qkv(q, k, v)
         raise
     eager = not torch.compiler.is_compiling()
+    if torch._C._are_functorch_transforms_active() or (eager and forward_ad._current_level >= 0):
+        _refuse_transforms(q, k, v)
     if eager and isinstance(thd_attention_policies, (PreparedPolicies, type(None))):
         routing = _ROUTINGS.find(cu_seqlens, thd_attention_policies)
     else:
@@ -131,6 +134,17 @@ def thd_attention(
 
 
 # ------------------------------------------------------------------------------------------------------------------- checks
+def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Under torch.func requires_grad reads False in compiled code, and kernels drop a tangent: both would be silent zeros."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            "thd_attention does not work inside a torch.func transform (grad, vjp, jvp, vmap, ...); use torch.autograd.grad or backward"
+        )
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if forward_ad.unpack_dual(x).tangent is not None:
+            raise NotImplementedError(f"thd_attention has no forward-mode derivative, but {name} is a dual tensor")
+
+
 def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 
 class Subsets(NamedTuple):
@@ -147,7 +148,7 @@ def check_max_seqlen(name: str, max_seqlen: object) -> int:
         raise TypeError(f"{name} must be an int: a tensor would have to be read on the host at each call; got a tensor")
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
         raise TypeError(f"{name} must be an int (tokens), got {type(max_seqlen).__name__}")
-    if isinstance(max_seqlen, int) and max_seqlen < 0:
+    if guard_or_false(max_seqlen < 0):
         raise ValueError(f"{name} must be >= 0, got {max_seqlen}")
     return max_seqlen  # type: ignore[return-value]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,10 +86,24 @@ class PreparedPolicies:
         return (self.policies, self.mutable, self.contiguous, self.equal_lengths)
 
 
-torch.utils._pytree.register_constant(AttentionPolicy)
-torch.utils._pytree.register_constant(PlanSpec)
+def _register_constant(cls: type[Any], restore: Callable[[list[Any]], Any]) -> None:
+    """Makes a class part of the structure of an exported program's inputs. ``pytree.register_constant`` could not be saved."""
+    torch.utils._pytree.register_pytree_node(
+        cls,
+        lambda value: ([], value),
+        lambda children, value: value,
+        serialized_type_name=f"te_attn_ops.{cls.__name__}",
+        to_dumpable_context=lambda value: [str(x) if isinstance(x, torch.dtype) else x for x in dataclasses.astuple(value)],
+        from_dumpable_context=restore,
+        flatten_with_keys_fn=lambda value: ([], value),
+    )
+
+
+_register_constant(AttentionPolicy, lambda x: AttentionPolicy(x[0], None if x[1] is None else tuple(x[1]), x[2]))
+_register_constant(PlanSpec, lambda x: PlanSpec(*[getattr(torch, x[0].split(".")[1]), *x[1:-1], tuple(Band(*band) for band in x[-1])]))
 torch.export.register_dataclass(SingleLaunchPlan, serialized_type_name="te_attn_ops.SingleLaunchPlan")
 torch.export.register_dataclass(PreparedPolicies, serialized_type_name="te_attn_ops.PreparedPolicies")
+torch.serialization.add_safe_globals([AttentionPolicy, Band, PlanSpec, PreparedPolicies, SingleLaunchPlan])
 
 
 def prepare_thd_policies(

@@ -28,7 +28,6 @@ import te_attn_ops
 from te_attn_ops import __main__ as command_line, environment, modules, testing
 from te_attn_ops.backends import BACKEND_NAMES, get_backend
 from te_attn_ops.modules.unsupported import _UNSUPPORTED
-from tests.stubs import forget_choices
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -82,21 +81,15 @@ def _variables() -> dict[str, str]:
 
 
 @pytest.fixture
-def clean_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An empty folder, no switch set, nothing compiled or chosen before; afterwards as it was."""
-    for name in environment.SWITCHES:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.delenv("TE_ATTN_OPS_SELECTION", raising=False)
+def clean_process(fresh_caches: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """As after a start in an empty folder, with no switch set."""
+    for name in _variables():
+        monkeypatch.delenv(name)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
-    before = _variables()
-    forget_choices()
-    torch._dynamo.reset()
     torch.manual_seed(0)
     yield
-    assert _variables() == before, "a block must leave the environment as it was"
-    forget_choices()
-    torch._dynamo.reset()
+    assert not _variables(), "a block must leave the environment as it was"
 
 
 @pytest.mark.parametrize("block", _cases())
@@ -180,6 +173,7 @@ def _load(name: str) -> Any:
 
 def test_pictures_show_the_documented_rule(tmp_path: Path) -> None:
     """Held against the second statement of the rule in te_attn_ops.testing."""
+    pytest.importorskip("matplotlib")
     drawing = _load("draw_masks")
     for mask in (*drawing.TYPES, *drawing.WINDOWS, *drawing.BATCH_POLICIES):
         stated = testing.Mask(mask.attn_mask_type, mask.window_size, mask.bottom_right_diagonal)
@@ -286,6 +280,13 @@ def test_padding_tables_compare_like_with_like(tables: Any) -> None:
     assert "| 192/128 | inference | 1.000 |" in tables.padding_times(data)
     assert "| 192/128 | training | static | flash4 padded | 3.000 | 1.50x |" in tables.padding_choices(data)
     assert "| 192/128 | flash4 | compiled | 5.000 | 0.250 |" in tables.padding_cost(data)
+
+
+def test_layers_table_has_ratios_and_steps(tables: Any) -> None:
+    result = {"mixed_over_mean_uniform": 1.0042, "mixed_over_mean_uniform_spread": [0.998, 1.01], "grouped_over_mean_uniform": None}
+    data = {"variants": {"mha": {**result, "step_ms": {"causal": 50.0}, "chosen": {"causal": "flash4"}}}}
+    assert "| mha | 1.004 (0.998 to 1.010) |" in tables.layers_ratios(data)
+    assert "| mha | causal | flash4 | 50.0 |" in tables.layers_steps(data)
 
 
 def test_the_readme_needs_its_markers(tables: Any) -> None:

@@ -59,6 +59,7 @@ def test_subsets_follow_contents_that_change_in_place() -> None:
 
 def test_an_evaluation_in_inference_mode_does_not_spoil_training_on_the_same_batch() -> None:
     inputs = build(PackedCase((4, 8), masks=(CAUSAL, FULL), owner=(0, 1)))
+    assert not inputs.prepared.policy_index.is_inference()
     with torch.inference_mode():
         expected = inputs.attend()
         listed = thd_attention(inputs.q, inputs.k, inputs.v, **inputs.arguments(thd_attention_policies=inputs.policies()))

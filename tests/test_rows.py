@@ -9,7 +9,9 @@ import pytest
 import torch
 
 from te_attn_ops import testing
+from te_attn_ops.backends.base import BackwardCall
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, EXAMPLES, FULL, Mask, PackedCase, build
+from tests.stubs import Stub, fresh_choices, install  # noqa: F401
 
 
 def _garbage_in_gap_and_tail(value: float) -> list[torch.Tensor]:
@@ -121,6 +123,32 @@ def test_sanitize_padding_with_gaps_on_either_side(sides: str) -> None:
     clean, dirty = build(case).run(), build(case).poison().run(sanitize_padding=True)
     for name in ("out", "lse", "dq", "dk", "dv"):
         assert torch.equal(getattr(clean, name), getattr(dirty, name)), name
+
+
+def test_no_kernel_sees_what_was_sanitized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """unfused would leave a NaN out by itself; a kernel that loads whole tiles would not."""
+
+    class Looking(Stub):
+        def backward(self, call: BackwardCall) -> None:
+            seen.extend((call.q, call.k, call.v, call.grad_out))
+            super().backward(call)
+
+    seen: list[torch.Tensor] = []
+    install(monkeypatch, Looking("unfused", before_forward=lambda call: seen.extend((call.q, call.k, call.v))))
+    case = PackedCase((5, 8), (6, 4), gaps_q=(2, 1), gaps_kv=(1, 3), tail=2, masks=(BOTTOM_RIGHT,))
+    build(case).poison().run(sanitize_padding=True)
+    assert len(seen) == 7
+    for tensor in seen:
+        outside = case.outside("q" if tensor.shape[0] == case.total("q") else "kv")
+        assert not tensor[outside].any()
+
+
+def test_grouped_brings_no_row_of_a_gap_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[torch.Tensor] = []
+    install(monkeypatch, Stub("unfused", before_forward=lambda call: seen.extend((call.q, call.k, call.v))))
+    case = PackedCase((5, 8, 3), gaps_q=(2, 0, 4), tail=3, masks=(FULL, CAUSAL), owner=(1, 0, 1))
+    build(case).poison().attend(thd_attention_policy_dispatch="grouped")
+    assert len(seen) == 6 and all(tensor.isfinite().all() for tensor in seen)
 
 
 def test_sanitize_padding_of_a_batch_without_sequences() -> None:

@@ -294,11 +294,23 @@ class DotProductAttention(torch.nn.Module):
     def _attend(self, packed: PackedInputs, options: dict[str, Any], checkpointed: bool) -> tuple[Tensor, Tensor | None]:
         """out [rows, heads, head_dim_v], and max_logit where wanted."""
 
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
-            packed_now = packed._replace(q=q, k=k, v=v)
-            return thd_attention(**packed_now._asdict(), **options, return_max_logit=self.return_max_logit)
+        q, k, v, cu_q, cu_kv, slots_q, slots_kv, max_q, max_kv = packed
 
-        q, k, v = packed.q, packed.k, packed.v
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+            return thd_attention(
+                q,
+                k,
+                v,
+                cu_q,
+                cu_kv,
+                max_seqlen_q=max_q,
+                max_seqlen_kv=max_kv,
+                cu_seqlens_q_padded=slots_q,
+                cu_seqlens_kv_padded=slots_kv,
+                return_max_logit=self.return_max_logit,
+                **options,
+            )
+
         if checkpointed:
             result = checkpoint(attend, q, k, v, use_reentrant=False, preserve_rng_state=False)
         else:
@@ -308,17 +320,17 @@ class DotProductAttention(torch.nn.Module):
     # ------------------------------------------------------------------------------------------------------------ the checks
     def _check_shapes(self, q: Tensor, k: Tensor, v: Tensor, qkv_format: str) -> None:
         rank = 3 if qkv_format == "thd" else 4
-        expected = {
-            "query_layer": (q, self.num_attention_heads, self.head_dim_qk),
-            "key_layer": (k, self.num_gqa_groups, self.head_dim_qk),
-            "value_layer": (v, self.num_gqa_groups, self.head_dim_v),
-        }
-        for name, (x, heads, width) in expected.items():
-            if x.dim() != rank:
-                raise ValueError(f"{name} must have {rank} dimensions in {qkv_format}, got shape {tuple(x.shape)}")
-            if x.shape[-2] != heads or x.shape[-1] != width:
+        for name, x, heads, width in (
+            ("query_layer", q, self.num_attention_heads, self.head_dim_qk),
+            ("key_layer", k, self.num_gqa_groups, self.head_dim_qk),
+            ("value_layer", v, self.num_gqa_groups, self.head_dim_v),
+        ):
+            shape = x.shape
+            if len(shape) != rank:
+                raise ValueError(f"{name} must have {rank} dimensions in {qkv_format}, got shape {tuple(shape)}")
+            if shape[-2] != heads or shape[-1] != width:
                 raise ValueError(
-                    f"{name} must end in [heads, width] = [{heads}, {width}], as constructed; got shape {tuple(x.shape)}"
+                    f"{name} must end in [heads, width] = [{heads}, {width}], as constructed; got shape {tuple(shape)}"
                 )
         if qkv_format != "thd":
             batch_dim = 1 if qkv_format == "sbhd" else 0

@@ -360,13 +360,19 @@ class MultiheadAttention(torch.nn.Module):
         else:
             assert encoder_output is not None
             projected = self._project_cross(hidden_states, encoder_output, rotary_pos_emb, core)
-        tensors = projected._asdict()
-        layernorm_output = tensors.pop("layernorm_output")
-        context = self.core_attention(**tensors, qkv_interleave_dim=-2 if self.qkv_weight_interleaved else -3, **core)
+        context = self.core_attention(
+            projected.query_layer,
+            projected.key_layer,
+            projected.value_layer,
+            qkv_layer=projected.qkv_layer,
+            kv_layer=projected.kv_layer,
+            qkv_interleave_dim=-2 if self.qkv_weight_interleaved else -3,
+            **core,
+        )
         out = self.proj(context)
         outputs = out if self.proj.return_bias else (out,)
         if self.input_layernorm and self.return_layernorm_output:
-            outputs = (*outputs, layernorm_output)
+            outputs = (*outputs, projected.layernorm_output)
         return outputs if len(outputs) > 1 else outputs[0]
 
     def _apply_norm_and_projection(self, hidden_states: Tensor, module: Linear) -> tuple[Tensor, Tensor | None]:

@@ -16,7 +16,7 @@ _SCORE_MOD = "attention scores cannot be modified"
 _BIAS = "attention bias is not implemented"
 _FP8 = "FP8 is not implemented"
 
-# Argument: the values that ask for nothing, and why any other is refused.
+# Argument: the values that ask for nothing (None and False always do), and why any other is refused.
 _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
     "attention_dropout": ((0.0,), "dropout inside attention is not implemented; use 0.0, the default here"),
     "softcap": ((None, 0.0), "soft-capped scores are not implemented"),
@@ -54,8 +54,10 @@ _UNSUPPORTED: dict[str, tuple[tuple[object, ...], str]] = {
 def refuse_unsupported(**arguments: Any) -> None:
     """Raises NotImplementedError for the first argument whose value asks for something that is not there."""
     for name, value in arguments.items():
+        if value is None or value is False:
+            continue
         neutral, reason = _UNSUPPORTED[name]
-        if value is not None and not isinstance(value, (bool, int, float, str)):
+        if not isinstance(value, (bool, int, float, str)):
             raise NotImplementedError(f"{name}={_describe(value)} is not supported: {reason}")
         if value not in neutral:
             raise NotImplementedError(f"{name}={value!r} is not supported: {reason}")

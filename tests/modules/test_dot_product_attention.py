@@ -212,6 +212,18 @@ def test_the_call_overrides_the_constructor() -> None:
         assert torch.equal(got, want.flatten(1)), changes
 
 
+@pytest.mark.parametrize("policies", [False, True])
+def test_alignment_falls_back_to_the_module(policies: bool) -> None:
+    """A window (1, 1) over more keys than queries, its alignment named by the constructor, the call, or nobody."""
+    mask = Mask("padding", (1, 1))
+    inputs = build(PackedCase((3, 4), (6, 9), dtype=torch.float64, masks=(mask,), owner=(0, 0) if policies else None))
+    for constructor, call, aligned in ((None, None, True), (False, None, False), (False, True, True), (True, False, False)):
+        module = module_for(inputs.case, bottom_right_diagonal=constructor)
+        got = module(inputs.q, inputs.k, inputs.v, **inputs.arguments(bottom_right_diagonal=call))
+        truth = reference(build(inputs.case.replace(masks=(mask._replace(bottom_right_diagonal=aligned),))))
+        torch.testing.assert_close(got, truth.out.flatten(1))
+
+
 def test_module_wide_overrides_reach_the_call_and_yield_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import te_attn_ops.modules.dot_product_attention as source
 
@@ -219,7 +231,7 @@ def test_module_wide_overrides_reach_the_call_and_yield_to_it(monkeypatch: pytes
 
     def record(*args: Any, **kwargs: Any) -> Tensor:
         seen.update(kwargs)
-        return kwargs["q"]
+        return args[0]
 
     monkeypatch.setattr(source, "thd_attention", record)
     names = ("backend", "pad_head_dim", "sanitize_padding", "selection")

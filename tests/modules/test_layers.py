@@ -302,7 +302,7 @@ class _Recorder(DotProductAttention):
     """Keeps what it was called with."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.seen = kwargs
+        self.seen = {**dict(zip(("query_layer", "key_layer", "value_layer"), args)), **kwargs}
         return super().forward(*args, **kwargs)
 
 
