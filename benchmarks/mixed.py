@@ -260,11 +260,16 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     axes.axhline(1.0, color="black", linewidth=0.8)
     axes.set_xticks([x + 0.4 - width / 2 for x in range(len(works))], works, rotation=20)
     axes.set_ylabel("forward+backward / fastest ideal (graphed)")
-    axes.set_title(f"Mixed packed batches on {common.device_name()}")
+    axes.set_title("Mixed packed batches")
     axes.legend(ncols=3, fontsize=8)
     figure.tight_layout()
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def write_reports(rows: list[dict[str, Any]], path: Path) -> None:
+    path.with_suffix(".md").write_text(summary(rows))
+    plot(rows, path.with_suffix(".png"))
 
 
 def merge(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -283,7 +288,14 @@ def main() -> None:
     parser.add_argument("--no-measured", action="store_true", help="without the measured selection")
     parser.add_argument("--warm", action="store_true", help="compile only, into the caches on disk; writes nothing")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "mixed_h200.json")
+    parser.add_argument("--from", type=Path, dest="source", metavar="FILE", help="only the table and the plot, from the JSON of a run")
     arguments = parser.parse_args()
+    if arguments.source is not None:
+        data = common.read_json(arguments.source)
+        if data is None:
+            parser.error(f"{arguments.source} cannot be read")
+        write_reports(data["rows"], arguments.source)
+        return
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
     installed = common.installed_backends()
@@ -307,11 +319,9 @@ def main() -> None:
             "rows": merge(arguments.out, rows),
         }
         common.write_json(arguments.out, data)
-    if arguments.warm:
-        return
-    arguments.out.with_suffix(".md").write_text(summary(data["rows"]))
-    plot(data["rows"], arguments.out.with_suffix(".png"))
-    print(summary(rows))
+    if not arguments.warm:
+        write_reports(data["rows"], arguments.out)
+        print(summary(rows))
 
 
 if __name__ == "__main__":

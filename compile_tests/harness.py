@@ -15,7 +15,6 @@ from typing import Any
 import expecttest
 import torch
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -204,9 +203,3 @@ def run_script(script: str, **variables: str | None) -> str:
     return done.stdout
 
 
-def tensors_alive() -> int:
-    """Tensors that Python's collector can see."""
-    import gc
-
-    gc.collect()
-    return sum(isinstance(thing, Tensor) for thing in gc.get_objects())

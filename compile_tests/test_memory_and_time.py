@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from compile_tests.harness import counted
-from te_attn_ops import ops, plan as plans, prepare_thd_policies, thd_attention
+from te_attn_ops import ops, prepare_thd_policies, thd_attention
 from te_attn_ops.backends.base import ForwardCall
-from te_attn_ops.modules import TransformerLayer
-from te_attn_ops.testing import CAUSAL, FULL, Mask, PackedCase, build, policy_list
+from te_attn_ops.modules import DotProductAttention, TransformerLayer
+from te_attn_ops.testing import CAUSAL, FULL, Mask, OpSample, PackedCase, build, policy_list
 from tests.stubs import Stub, install
 
 MASKS = (CAUSAL, FULL, Mask("padding_causal", (3, 0)))
@@ -145,21 +145,13 @@ def test_eager_host_time_against_the_raw_op(
 ) -> None:
     """The public call may cost a few times what its op does; a ceiling far above what is seen (1.1 to 1.6), for a check, a probe
     or a synchronisation that creeps into the path."""
-    from te_attn_ops.modules import DotProductAttention
-
     install(monkeypatch, NoWork("unfused"))
     case = PackedCase((5, 9, 3))
     inputs = build(case.replace(masks=MASKS, owner=(0, 1, 2)) if kind == "policies" else case, requires_grad=training)
     arguments = inputs.arguments()
     q, k, v = inputs.q, inputs.k, inputs.v
-    graph_op = ops.attention if training else ops.attention_forward
-    index = None if inputs.prepared is None else inputs.prepared.policy_index
-    bands = tuple(policy.band(None).canonical(True) for policy in inputs.prepared.policies) if inputs.prepared else ()
-    flags = plans.EQUAL_LENGTHS | (plans.TRAINING if training else 0)
-    if not bands:
-        bands, flags = (MASKS[0] and plans.Band(None, 0, True),), flags | plans.PLAIN_CU_SEQLENS
-    plan = plans.encode(flags, plans.PADDED, 0, bands, (0,) * len(bands))
-    subsets = ops.policy_subsets(inputs.cu_seqlens_q, inputs.cu_seqlens_q, None, None, index, len(bands))
+    op = ops.attention if training else ops.attention_forward
+    raw = OpSample(op, inputs.case).arguments()
     module = DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding_causal")
 
     def public() -> Any:
@@ -167,7 +159,7 @@ def test_eager_host_time_against_the_raw_op(
             return module(q, k, v, cu_seqlens_q=inputs.cu_seqlens_q, max_seqlen_q=9)
         return thd_attention(q, k, v, **arguments)
 
-    seconds = median_seconds({"op": lambda: graph_op(q, k, v, *subsets, [], 9, 9, 0.25, plan), "public": public})
+    seconds = median_seconds({"op": lambda: op(*raw), "public": public})
     ratio = seconds["public"] / seconds["op"]
     record_property("host_time_ratio", round(ratio, 2))
     print(f"{kind}: public call {1e6 * seconds['public']:.0f} us, raw op {1e6 * seconds['op']:.0f} us, ratio {ratio:.2f}")
@@ -188,7 +180,7 @@ def test_compile_time_of_a_four_layer_model(record_property: Callable[[str, obje
 
     for backend in ("aot_eager", "inductor"):
         torch._dynamo.reset()
-        function, counter = counted(forward, backend=backend, dynamic=True)
+        function, counter = counted(forward, backend=backend)
         start = time.perf_counter()
         function(torch.randn(17, 32)).sum().backward()
         seconds = time.perf_counter() - start

@@ -95,7 +95,7 @@ def thd_attention(
     except AttributeError:
         _check_qkv(q, k, v)
         raise
-    eager = not torch.compiler.is_compiling()
+    eager = not environment.is_tracing()
     if torch._C._are_functorch_transforms_active() or (eager and forward_ad._current_level >= 0):
         _refuse_transforms(q, k, v)
     if eager and isinstance(thd_attention_policies, (PreparedPolicies, type(None))):
@@ -189,7 +189,7 @@ def _prepared(policies: PreparedPolicies | PolicyList | None, pack: packing.Pack
     if policies is None:
         return None
     if not isinstance(policies, PreparedPolicies):
-        if torch.compiler.is_compiling():
+        if environment.is_tracing():
             raise ValueError(
                 "thd_attention_policies must be what prepare_thd_policies returns under torch.compile: a list is checked on the host. "
                 "Call prepare_thd_policies before the compiled function"
@@ -260,7 +260,7 @@ def _bands(
     if prepared is not None:
         return policy_module.bands_of(prepared, bottom_right_diagonal)
     resolved = resolve_mask("padding_causal" if attn_mask_type is None else attn_mask_type, window_size, bottom_right_diagonal)
-    if resolved.warnings and not torch.compiler.is_compiling():
+    if resolved.warnings and not environment.is_tracing():
         warn_once(resolved.warnings, stacklevel=4)
     return (resolved.band,)
 
@@ -268,7 +268,7 @@ def _bands(
 def _max_seqlens(pack: packing.Packing, max_seqlen_q: int | None, max_seqlen_kv: int | None) -> tuple[int, int, tuple[int, int]]:
     """The bounds that the op gets, and the buckets that the choice is made for. Under compile they are the same, so that a batch
     within a bucket neither recompiles nor records another CUDA graph."""
-    if type(max_seqlen_q) is int and type(max_seqlen_kv) in (int, type(None)) and not torch.compiler.is_compiling():
+    if type(max_seqlen_q) is int and type(max_seqlen_kv) in (int, type(None)) and not environment.is_tracing():
         # The common eager call, without a detour.
         if max_seqlen_kv is None and pack.equal_lengths and max_seqlen_q >= 0:
             bucket = seqlen_bucket(max_seqlen_q)
@@ -282,7 +282,7 @@ def _max_seqlens(pack: packing.Packing, max_seqlen_q: int | None, max_seqlen_kv:
             max_seqlen_kv = packing.derive_max_seqlen("max_seqlen_kv", pack.cu_seqlens_kv)
     max_seqlen_q = packing.check_max_seqlen("max_seqlen_q", max_seqlen_q)
     max_seqlen_kv = packing.check_max_seqlen("max_seqlen_kv", max_seqlen_kv)
-    if torch.compiler.is_compiling():
+    if environment.is_tracing():
         bucket_q = _traced_bucket(max_seqlen_q)
         bucket_kv = bucket_q if max_seqlen_kv is max_seqlen_q else _traced_bucket(max_seqlen_kv)
         return bucket_q, bucket_kv, (bucket_q, bucket_kv)
@@ -385,6 +385,14 @@ def _flags(
     return flags
 
 
+def _is_wide(q: Tensor, k: Tensor, head_dim: int) -> bool:
+    """Whether a tensor has 2^31 elements or more. An exported graph is taken to have fewer: it may not be bounded by a guard."""
+    if torch.compiler.is_exporting():
+        return False
+    limit = 1 << 31
+    return guard_or_false(q.shape[0] * q.shape[1] * head_dim >= limit) or guard_or_false(k.shape[0] * k.shape[1] * head_dim >= limit)
+
+
 class _Decision(NamedTuple):
     """All that a call does differently from another of the same geometry."""
 
@@ -423,6 +431,8 @@ def _decide(
     flags = _flags(deterministic, env, return_max_logit, prepared, equal_lengths, is_training)
     heads = (operator.index(q.shape[1]), operator.index(k.shape[1]))
     head_dims = (operator.index(q.shape[2]), operator.index(v.shape[2]))
+    if _is_wide(q, k, max(head_dims)):
+        flags |= plans.WIDE_OFFSETS
     single_launch = _single_launch_plan(prepared, q.dtype, heads, head_dims, bands, is_training)
     if selection_mode is None:
         selection_mode = "measured" if env[7] == b"measured" else "static"
@@ -451,7 +461,7 @@ def _decide(
     if numbers[0] == plans.PADDED and not routed and not pack.has_gaps:
         flags |= plans.PLAIN_CU_SEQLENS
     # Outside the op Inductor may fuse the pad into the producer; in eager the op pads inside, and autograd saves less.
-    outside = numbers[1] if torch.compiler.is_compiling() else 0
+    outside = numbers[1] if environment.is_tracing() else 0
     plan = plans.encode(flags, numbers[0], 0 if outside else numbers[1], bands, numbers[2:])
     return _Decision(plan, len(bands), routed, single_launch if numbers[0] == plans.SINGLE_LAUNCH else [], outside)
 
@@ -475,7 +485,8 @@ def _decide_eager(
     single-launch plans decides each time: the plan's tensors belong to its batch."""
     key: tuple[Any, ...] | None = (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0],
-        pack.equal_lengths, pack.has_gaps, bucket, is_training, mask, options,
+        max(q.numel(), k.numel(), v.numel()) >= 1 << 31, pack.equal_lengths, pack.has_gaps, bucket, is_training, type(mask[2]), mask,
+        options,
         torch.are_deterministic_algorithms_enabled(), environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:

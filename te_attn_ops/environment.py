@@ -60,6 +60,15 @@ def snapshot() -> tuple[bytes, ...]:
     )
 
 
+def is_tracing() -> bool:
+    """Whether this call is being traced: by Dynamo, or on fake tensors by a non-strict export.
+
+    ``torch.compiler.is_compiling`` is one flag for the whole process: it also reads True in a thread that prepares a batch or
+    runs eagerly while another one compiles, and in code that a trace runs for its result.
+    """
+    return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
+
+
 class _State:
     """``generation`` is a string: Dynamo never makes a string symbolic."""
 

@@ -233,7 +233,7 @@ def explain(subject: Any, *args: Any, **kwargs: Any) -> Explanation:
         TypeError, ValueError: what the call itself would raise for wrong arguments. A call that no backend can run is no error.
         RuntimeError: under torch.compile, or for a module whose forward makes no attention call.
     """
-    if torch.compiler.is_compiling():
+    if environment.is_tracing():
         raise RuntimeError("explain looks at packages and the device: call it outside the compiled function")
     if isinstance(subject, AttentionParams):
         return _explain_request(_request_of(subject, *args, **kwargs))

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from .environment import is_tracing
+
 
 class Subsets(NamedTuple):
     """Where each policy's sequences lie: starts [N + 1] and lens [P, N], int32, for q and for kv."""
@@ -155,7 +157,7 @@ def check_max_seqlen(name: str, max_seqlen: object) -> int:
 
 def derive_max_seqlen(name: str, cu_seqlens: Tensor) -> int:
     """The longest sequence. One device-to-host sync; refused where that cannot be."""
-    if torch.compiler.is_compiling():
+    if is_tracing():
         raise ValueError(f"{name} is needed under torch.compile: without it the lengths would have to be read on the host. Pass an int")
     if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing():
         raise ValueError(f"{name} is needed during CUDA graph capture: the lengths cannot be read on the host there. Pass an int")
@@ -188,7 +190,7 @@ def validate_packed(
         ValueError: first entry not 0, an entry below its predecessor, more tokens than rows, a sequence longer than its slot
             or than max_seqlen.
     """
-    if torch.compiler.is_compiling():
+    if is_tracing():
         raise RuntimeError("validate_packed reads tensors on the host: call it outside the compiled function")
     total_kv = total_q if cu_seqlens_kv is None else total_kv
     packing = make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)

@@ -43,6 +43,7 @@ class AttentionParams:
         return_max_logit: the maximum of the scaled scores per head is wanted.
         static_membership: the partition of the sequences into policies will not change under a captured graph.
         single_launch_plan: a plan of a single-launch backend is at hand for this call.
+        wide_offsets: a tensor of the call has 2^31 elements or more.
         device_index: of the CUDA device, or -1.
     """
 
@@ -63,6 +64,7 @@ class AttentionParams:
     return_max_logit: bool = False
     static_membership: bool = True
     single_launch_plan: bool = False
+    wide_offsets: bool = False
     device_index: int = -1
 
     def replace(self, **changes: object) -> AttentionParams:

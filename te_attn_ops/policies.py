@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import packing
+from .environment import is_tracing
 from .masks import Band, normalize_window, require_padding_mask_type, resolve_mask, warn_once
 
 DISPATCHES = ("auto", "padded", "single_launch", "grouped")
@@ -147,7 +148,7 @@ def prepare_thd_policies(
     Raises:
         TypeError, ValueError: naming the policy, the key, the value seen and what would be right.
     """
-    if torch.compiler.is_compiling():
+    if is_tracing():
         raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the compiled function and pass its result")
     if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the capture of a CUDA graph")

@@ -125,8 +125,7 @@ def _probe_width(request: Request, width: int) -> Iterator[Candidate]:
     native = request.params
     p = native.padded_to(width) if width else native
     widths = (native.head_dim_qk, native.head_dim_v)
-    dispatches = _dispatches(request)
-    in_place = "grouped" if "grouped" in dispatches else "padded"
+    dispatches, num_policies = _dispatches(request), len(p.bands)
     for name in BACKEND_NAMES if request.backend is None else (request.backend,):
         if get_backend(name).single_launch:
             if "single_launch" in dispatches:
@@ -134,11 +133,15 @@ def _probe_width(request: Request, width: int) -> Iterator[Candidate]:
                 cost = ranks.single_launch_cost(p, ranks.static_cost("flash4", p, bool(width), widths))
                 policies = tuple(range(len(p.bands)))
                 yield Candidate(name, width, "single_launch", policies, reasons, None if reasons else cost)
-        elif in_place in dispatches:
+            continue
+        for dispatch in dispatches:
+            if dispatch == "single_launch" or (dispatch == "grouped" and len(dispatches) > 1 and get_backend(name).in_place):
+                continue
+            factor = ranks.dispatch_factor(name, dispatch, p.is_training, num_policies)
             for index, policies in _distinct_bands(p.bands).items():
-                reasons = _refusals(name, _in_place_params(p, p.bands[index], in_place), request)
-                cost = ranks.static_cost(name, p, bool(width), widths)
-                yield Candidate(name, width, in_place, policies, reasons, None if reasons else cost)
+                reasons = _refusals(name, _in_place_params(p, p.bands[index], dispatch), request)
+                cost = ranks.static_cost(name, p, bool(width), widths) * factor
+                yield Candidate(name, width, dispatch, policies, reasons, None if reasons else cost)
 
 
 def options_of(
@@ -165,15 +168,14 @@ def options_of(
     for (width, dispatch), chosen in best.items():
         entries = [entry for entry in chosen if entry is not None]
         if len(entries) == num_policies:
-            overhead = 1.0 + 0.02 * (num_policies - 1) if dispatch == "padded" else 1.0
-            cost = overhead * sum(entry[0] for entry in entries) / num_policies
+            cost = sum(entry[0] for entry in entries) / num_policies
             options.append(Option(cost, width, dispatch, tuple(entry[1] for entry in entries)))
     return tuple(options)
 
 
 def _dispatches(request: Request) -> tuple[str, ...]:
     if request.dispatch == "auto":
-        return ("padded", "single_launch")
+        return ("padded", "single_launch") if len(request.params.bands) == 1 else ("padded", "grouped", "single_launch")
     return (request.dispatch,)
 
 
@@ -195,7 +197,8 @@ def _in_place_params(p: AttentionParams, band: Band, dispatch: str) -> Attention
 
 def choose(options: tuple[Option, ...]) -> Option | None:
     """The cheapest; native wins ties, since padding must be strictly better."""
-    return min(options, key=lambda option: (option.cost, option.head_dim_padded != 0), default=None)
+    # Sums of floats: what differs in the last digits is a tie.
+    return min(options, key=lambda option: option.cost * (1 + 1e-9 * (option.head_dim_padded != 0)), default=None)
 
 
 def _select(request: Request) -> Selection:
@@ -421,6 +424,7 @@ def _request(
         return_max_logit=bool(flags & plans.MAX_LOGIT),
         static_membership=static_membership,
         single_launch_plan=single_launch_plan,
+        wide_offsets=bool(flags & plans.WIDE_OFFSETS),
         device_index=_index(device) if device.type == "cuda" else -1,
     )
     return Request(params, *overrides)

@@ -157,6 +157,7 @@ class Fa2Backend(Backend):
     """
 
     switches = ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2")
+    in_place = False
     fills_given_buffers = False
     build_may_lack_kernels = False
 

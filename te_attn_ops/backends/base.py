@@ -134,12 +134,14 @@ class Backend:
         name: as users write it, for example ``"flash4"``.
         switches: the NVTE_* variables of which any set to 0 turns it off.
         single_launch: whether it takes all policies in one call, through a plan made ahead.
+        in_place: whether it addresses any subset without copies; others are offered the dispatch "grouped" by themselves.
         loads_whole_tiles: whether a non-finite value in rows outside a sequence can reach that sequence's results.
     """
 
     name: str
     switches: tuple[str, ...] = ()
     single_launch: bool = False
+    in_place: bool = True
     loads_whole_tiles: bool = False
 
     def version(self) -> str | None:

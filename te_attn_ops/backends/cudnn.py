@@ -256,6 +256,9 @@ def static_refusals(p: AttentionParams, version: int) -> Iterator[str]:
     yield from _head_dim_refusals(p, version)
     # Two policies may share a reason.
     yield from dict.fromkeys(reason for band in p.bands for reason in _band_refusals(p, band, version))
+    if p.is_training and p.wide_offsets:
+        # Seen on an H200 (cuDNN 9.19): dq is wrong there, with 64-bit offsets; the forward is right.
+        yield "needs tensors of fewer than 2^31 elements for training, found larger ones"
     if p.is_training and p.deterministic:
         yield from _deterministic_refusals(p, version)
 
@@ -468,13 +471,19 @@ def raw_execute(graph: Any, num_pointers: int) -> Callable[[int, int, int], None
 
 
 class Handle:
-    """A cuDNN handle of one thread and device, and the stream it was last given."""
+    """A cuDNN handle of one device, and the stream it was last given.
+
+    One for all threads, under a lock: the backward runs in autograd's thread, and a handle of its own, first used on a capturing
+    stream by a backward, failed there (seen on an H200, cuDNN 9.19: "operation would make the legacy stream depend on a capturing
+    blocking stream"; forward and backward through one handle captured). The lock is held for the launch alone.
+    """
 
     def __init__(self, cudnn: Any) -> None:
         self.handle = cudnn.create_handle()
         self.pointer: int = getattr(self.handle, "backend_handle", self.handle)
         self._set_stream = cudnn.set_stream
         self._stream: int | None = None
+        self.lock = threading.RLock()
 
     def follow(self, device: int) -> None:
         """Onto torch's current stream."""
@@ -519,12 +528,13 @@ class Graph:
         pointers += [base + offset for offset in self._byte_offsets]
         # From the caching allocator on every call: policies and layers share it in turn.
         workspace = torch.empty(self._workspace_bytes, dtype=torch.uint8, device=self._device)
-        handle.follow(self.spec.device)
-        if self._execute is not None:
-            packed = array("Q", pointers)
-            self._execute(packed.buffer_info()[0], workspace.data_ptr(), handle.pointer)
-        else:
-            self._graph.execute(dict(zip(self._uids, pointers)), workspace.data_ptr(), handle=handle.handle)
+        with handle.lock:
+            handle.follow(self.spec.device)
+            if self._execute is not None:
+                packed = array("Q", pointers)
+                self._execute(packed.buffer_info()[0], workspace.data_ptr(), handle.pointer)
+            else:
+                self._graph.execute(dict(zip(self._uids, pointers)), workspace.data_ptr(), handle=handle.handle)
 
 
 class GraphCache:
@@ -562,7 +572,7 @@ class Cudnn(Backend):
         self._in_place_totals: dict[GraphSpec, list[int]] = {}
         self._probed: dict[tuple[GraphSpec, int], str] = {}
         self._lock = threading.RLock()
-        self._local = threading.local()
+        self._handles: dict[int, Handle] = {}
 
     def version(self) -> str | None:
         frontend = package_version("nvidia-cudnn-frontend", module="cudnn")
@@ -659,14 +669,13 @@ class Cudnn(Backend):
             graph.pinned = True
 
     def _handle(self, device: int) -> Handle:
-        """cuDNN handles belong to one thread and one device."""
-        handles: dict[int, Handle] | None = getattr(self._local, "handles", None)
-        if handles is None:
-            handles = self._local.handles = {}
-        handle = handles.get(device)
+        handle = self._handles.get(device)
         if handle is None:
-            with torch.cuda.device(device):
-                handle = handles[device] = Handle(_frontend())
+            with self._lock:
+                handle = self._handles.get(device)
+                if handle is None:
+                    with torch.cuda.device(device):
+                        handle = self._handles[device] = Handle(_frontend())
         return handle
 
     # ------------------------------------------------------------------------------------------------------ asking the library

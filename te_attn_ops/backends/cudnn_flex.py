@@ -355,7 +355,7 @@ class _Built(NamedTuple):
 
 @contextlib.contextmanager
 def _eager_only(what: str, device: torch.device) -> Iterator[None]:
-    if torch.compiler.is_compiling():
+    if environment.is_tracing():
         raise RuntimeError(f"CudnnFlex.{what} reads tensors on the host: call it outside the compiled function")
     if device.type != "cuda":
         # Tests; a real plan fails in the library.

@@ -40,6 +40,9 @@ class TorchFlash(Fa2Backend):
         replacement = _replacement()
         if replacement is not None:
             yield f"torch's flash kernel is replaced by {replacement} (see torch.nn.attention.restore_flash_attention_impl)"
+        if p.wide_offsets:
+            # Seen on an H200 (torch 2.11): 140,000 rows of 128 heads of 128 end in an illegal memory access.
+            yield "needs tensors of fewer than 2^31 elements, found larger ones"
         if p.is_training and p.deterministic and not _deterministic_mode():
             yield "is deterministic only under torch.use_deterministic_algorithms(True, warn_only=False), which is off"
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..rows import row_coordinates
+from .layers import factory_arguments
 from .layouts import check_qkv_format
 
 
@@ -29,6 +30,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         rotary_base: base of the frequencies.
         interleaved: the pairs that rotate together are neighbours, (0, 1), (2, 3), ..., instead of halves. The layers must be
             told the same by ``rotary_pos_interleaved``.
+        device: None is what it is for the layers' parameters.
     """
 
     inv_freq: Tensor
@@ -48,7 +50,7 @@ class RotaryPositionEmbedding(torch.nn.Module):
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if dim < 2 or dim % 2:
             raise ValueError(f"the rotated width must be even and at least 2, got {dim}")
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=factory_arguments(device, None)["device"]) / dim
         self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings

@@ -72,7 +72,7 @@ def test_dot_product_attention() -> None:
 
 def test_multihead_attention() -> None:
     module = MultiheadAttention(32, 2, num_gqa_groups=1, qkv_format="thd", qk_norm_type="RMSNorm", device="cpu")
-    rope = RotaryPositionEmbedding(16)(64)
+    rope = RotaryPositionEmbedding(16, device="cpu")(64)
     assert_compiles_once_for_all_batches(module, lambda function, batch: function(batch.x, rotary_pos_emb=rope, **batch.call))
 
 
@@ -89,7 +89,7 @@ def test_multihead_attention() -> None:
 def test_transformer_layer(options: dict[str, Any], backend: str) -> None:
     torch.manual_seed(0)
     layer = TransformerLayer(32, 24, 2, hidden_dropout=0.0, attn_input_format="thd", device="cpu", **options)
-    rope = RotaryPositionEmbedding(8 if "kv_lora_rank" in options else 16)(64)
+    rope = RotaryPositionEmbedding(8 if "kv_lora_rank" in options else 16, device="cpu")(64)
     assert_compiles_once_for_all_batches(
         layer, lambda function, batch: function(batch.x, rotary_pos_emb=rope, **batch.call), backend
     )

@@ -58,7 +58,7 @@ class Packed:
 
 
 def angles(width: int, interleaved: bool = False) -> Tensor:
-    return RotaryPositionEmbedding(width, interleaved=interleaved)(16).double()
+    return RotaryPositionEmbedding(width, interleaved=interleaved, device="cpu")(16).double()
 
 
 def make_layer(**config: Any) -> TransformerLayer:

@@ -261,7 +261,7 @@ def test_argument_order_is_transformer_engines() -> None:
 def test_a_training_step_reads_nothing_on_the_host(options: dict[str, Any]) -> None:
     layer = make("layer", **options)
     padded = torch.tensor([0, 4, 10], dtype=torch.int32)
-    rope = RotaryPositionEmbedding(8)(6)
+    rope = RotaryPositionEmbedding(8, device="cpu")(6)
     dense = "attn_input_format" in options
     prepared = None if dense else prepare_thd_policies(POLICIES, CU, cu_seqlens_q_padded=padded)
 

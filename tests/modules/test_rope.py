@@ -19,7 +19,7 @@ CU, PADDED = torch.tensor([0, 3, 3, 5, 9], dtype=torch.int32), torch.tensor([0, 
 
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_angles(interleaved: bool) -> None:
-    angles = RotaryPositionEmbedding(8, rotary_base=100.0, interleaved=interleaved)(5, offset=2)
+    angles = RotaryPositionEmbedding(8, rotary_base=100.0, interleaved=interleaved, device="cpu")(5, offset=2)
     assert angles.shape == (5, 1, 1, 8)
     for row in range(5):
         for pair in range(4):
@@ -29,14 +29,14 @@ def test_angles(interleaved: bool) -> None:
 
 
 def test_partial_rotation_and_interpolation() -> None:
-    assert RotaryPositionEmbedding(16, rotary_percent=0.5)(3).shape == (3, 1, 1, 8)
-    whole = RotaryPositionEmbedding(8)(64)
-    stretched = RotaryPositionEmbedding(8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=16)
+    assert RotaryPositionEmbedding(16, rotary_percent=0.5, device="cpu")(3).shape == (3, 1, 1, 8)
+    whole = RotaryPositionEmbedding(8, device="cpu")(64)
+    stretched = RotaryPositionEmbedding(8, seq_len_interpolation_factor=2, pretrained_max_position_embeddings=16, device="cpu")
     torch.testing.assert_close(stretched(20), whole[:20] / 2)
     # Beyond 2 * 16 positions the factor grows with the length.
     torch.testing.assert_close(stretched(48), whole[:48] / 3)
     with pytest.raises(ValueError, match="even and at least 2, got 7"):
-        RotaryPositionEmbedding(7)
+        RotaryPositionEmbedding(7, device="cpu")
 
 
 def test_packed_positions() -> None:
@@ -52,7 +52,7 @@ def test_packed_positions() -> None:
 @pytest.mark.parametrize("width", [4, 8])
 @pytest.mark.parametrize("gaps", [False, True])
 def test_packed_rotation_equals_each_document_alone(interleaved: bool, width: int, gaps: bool) -> None:
-    angles = RotaryPositionEmbedding(width, interleaved=interleaved)(6).double()
+    angles = RotaryPositionEmbedding(width, interleaved=interleaved, device="cpu")(6).double()
     starts = PADDED if gaps else CU
     t = torch.randn(int(starts[-1]), 3, 8, dtype=torch.float64)
     out = apply_rotary_pos_emb(t, angles, "thd", interleaved=interleaved, cu_seqlens=CU, cu_seqlens_padded=PADDED if gaps else None)
@@ -63,7 +63,7 @@ def test_packed_rotation_equals_each_document_alone(interleaved: bool, width: in
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])
 def test_dense_rotation(layout: str) -> None:
-    angles = RotaryPositionEmbedding(8)(9).double()
+    angles = RotaryPositionEmbedding(8, device="cpu")(9).double()
     dense = torch.randn(2, 5, 3, 8, dtype=torch.float64)
     want = torch.stack([rotate(sample, angles, False) for sample in dense])
     out = apply_rotary_pos_emb(dense.transpose(0, 1) if layout == "sbhd" else dense, angles, layout)
@@ -71,7 +71,7 @@ def test_dense_rotation(layout: str) -> None:
 
 
 def test_half_precision_is_rotated_in_float32() -> None:
-    angles = RotaryPositionEmbedding(8)(4096)
+    angles = RotaryPositionEmbedding(8, device="cpu")(4096)
     t = torch.randn(4096, 1, 8).bfloat16()
     out = apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.tensor([0, 4096]))
     assert out.dtype == torch.bfloat16
@@ -79,7 +79,7 @@ def test_half_precision_is_rotated_in_float32() -> None:
 
 
 def test_errors_name_the_argument() -> None:
-    angles, t = RotaryPositionEmbedding(8)(4), torch.zeros(5, 1, 8)
+    angles, t = RotaryPositionEmbedding(8, device="cpu")(4), torch.zeros(5, 1, 8)
     with pytest.raises(ValueError, match="cu_seqlens is needed"):
         apply_rotary_pos_emb(t, angles, "thd")
     with pytest.raises(ValueError, match=r"angles \[positions, 1, 1, width\], got shape \(4, 8\)"):
@@ -100,7 +100,7 @@ def test_queries_and_keys_may_have_their_own_angles() -> None:
     torch.manual_seed(0)
     module = MultiheadAttention(16, 2, qkv_format="thd", params_dtype=torch.float64, device="cpu")
     x, cu = torch.randn(5, 16, dtype=torch.float64), torch.tensor([0, 5])
-    first, second = RotaryPositionEmbedding(8)(8).double(), RotaryPositionEmbedding(8, rotary_base=9.0)(8).double()
+    first, second = (RotaryPositionEmbedding(8, rotary_base=base, device="cpu")(8).double() for base in (1e4, 9.0))
     call: dict[str, Any] = {"cu_seqlens_q": cu, "max_seqlen_q": 5, "attn_mask_type": "padding"}
     out = module(x, rotary_pos_emb=(first, second), **call)
     assert torch.equal(module(x, rotary_pos_emb=(first, first), **call), module(x, rotary_pos_emb=first, **call))
@@ -111,6 +111,6 @@ def test_queries_and_keys_may_have_their_own_angles() -> None:
 
 
 def test_positions_read_nothing_on_the_host() -> None:
-    angles = RotaryPositionEmbedding(8)(6)
+    angles = RotaryPositionEmbedding(8, device="cpu")(6)
     table = trace_without_sync(lambda a, cu, padded: rotary_table(a, "thd", 15, cu, padded), angles, CU, PADDED)
     assert all(isinstance(t, Tensor) and t.shape == (15, 1, 8) for t in table)
