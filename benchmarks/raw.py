@@ -81,7 +81,7 @@ def _adapter(name: str) -> Runner:
             "q": c.q, "k": c.k, "v": c.v, "starts_q": c.cu_seqlens, "lens_q": lens, "starts_kv": c.cu_seqlens, "lens_kv": lens,
             "bands": (c.band,), "max_seqlen_q": c.max_seqlen, "max_seqlen_kv": c.max_seqlen, "scale": c.q.shape[-1] ** -0.5,
             "plain_cu_seqlens": True, "equal_lengths": True, "deterministic": False, "single_launch_plan": [],
-            "contiguous_run": True, "sole": True,
+            "contiguous_run": True, "first": True,
         }  # fmt: skip
 
         def run() -> Any:

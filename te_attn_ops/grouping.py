@@ -78,7 +78,7 @@ def forward(batch: Batch, plan: Plan, buffers: Buffers) -> None:
     for p in range(len(plan.bands)):
         subsets = _policy_subsets(side_q, side_kv, p)
         part = Batch(q, k, v, subsets, [], batch.max_seqlen_q, batch.max_seqlen_kv, batch.scale)
-        run_forward(part, _policy_plan(plan, p), compact, shared=len(plan.bands) > 1)
+        run_forward(part, _policy_plan(plan, p), compact)
     assert compact.out is not None and compact.lse is not None
     buffers.out = compact.out.index_select(0, side_q.target)
     buffers.lse = compact.lse.index_select(1, side_q.target)
@@ -93,7 +93,7 @@ def backward(batch: BackwardBatch, plan: Plan, buffers: Buffers) -> None:
     for p in range(len(plan.bands)):
         subsets = _policy_subsets(side_q, side_kv, p)
         part = BackwardBatch(q, k, v, subsets, [], batch.max_seqlen_q, batch.max_seqlen_kv, batch.scale, grad_out, out, lse)
-        run_backward(part, _policy_plan(plan, p), compact, shared=len(plan.bands) > 1)
+        run_backward(part, _policy_plan(plan, p), compact)
     assert compact.grads is not None
     dq, dk, dv = compact.grads
     buffers.grads = (

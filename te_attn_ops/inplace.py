@@ -69,18 +69,17 @@ def _launches(batch: Batch, plan: plans.Plan) -> Iterator[tuple[Backend, tuple[A
                 plan.has(plans.DETERMINISTIC),
                 batch.single_launch_plan,
                 plan.has(plans.CONTIGUOUS),
-                lone,
             ),
         )
 
 
-def run_forward(batch: Batch, plan: plans.Plan, buffers: Buffers, *, shared: bool = False) -> None:
-    """Fills the rows of every sequence. ``shared``: other calls write into the same buffers, so no kernel may replace them."""
+def run_forward(batch: Batch, plan: plans.Plan, buffers: Buffers) -> None:
+    """Fills the rows of every sequence."""
     is_training, has_gaps = plan.has(plans.TRAINING), plan.has(plans.GAPS)
-    for backend, (*common, lone) in _launches(batch, plan):
+    for backend, common in _launches(batch, plan):
         call = ForwardCall(
             *common,
-            sole=lone and not shared,
+            first=buffers.out is None,
             has_gaps=has_gaps,
             is_training=is_training,
             max_logit=buffers.max_logit,
@@ -91,13 +90,13 @@ def run_forward(batch: Batch, plan: plans.Plan, buffers: Buffers, *, shared: boo
         buffers.out, buffers.lse = call.out, call.lse
 
 
-def run_backward(batch: BackwardBatch, plan: plans.Plan, buffers: Buffers, *, shared: bool = False) -> None:
+def run_backward(batch: BackwardBatch, plan: plans.Plan, buffers: Buffers) -> None:
     """:func:`run_forward`'s counterpart."""
-    for backend, (*common, lone) in _launches(batch, plan):
+    for backend, common in _launches(batch, plan):
         call = BackwardCall(
             *common,
             has_gaps=plan.has(plans.GAPS),
-            sole=lone and not shared,
+            first=buffers.grads is None,
             grad_out=batch.grad_out,
             out=batch.out,
             lse=batch.lse,

@@ -197,7 +197,8 @@ def _check_policies(policies: object, device: torch.device) -> tuple[list[Attent
         raise TypeError(f"{ARGUMENT} must be a list of dicts, got {type(policies).__name__}")
     if not policies:
         raise ValueError(f"{ARGUMENT} must hold at least one policy, got an empty list")
-    masks, ids = [], []
+    masks: list[AttentionPolicy] = []
+    ids: list[Tensor] = []
     for p, policy in enumerate(policies):
         where = f"{ARGUMENT}[{p}]"
         if not isinstance(policy, Mapping):
@@ -208,8 +209,8 @@ def _check_policies(policies: object, device: torch.device) -> tuple[list[Attent
         if unknown:
             raise ValueError(f"{where} has unknown keys {', '.join(sorted(map(str, unknown)))}; it takes {', '.join(sorted(_KEYS))}")
         masks.append(_check_mask(policy, where))
-        ids.append(_check_ids(policy["sequence_ids"], where, device))
-    return masks, ids
+        ids.append(_check_ids(policy["sequence_ids"], f"{where}.sequence_ids", device))
+    return masks, _read_ids(ids)
 
 
 def _check_mask(policy: Mapping[str, Any], where: str) -> AttentionPolicy:
@@ -221,8 +222,7 @@ def _check_mask(policy: Mapping[str, Any], where: str) -> AttentionPolicy:
     return AttentionPolicy(mask_type, window, aligned)
 
 
-def _check_ids(ids: object, where: str, device: torch.device) -> list[int]:
-    name = f"{where}.sequence_ids"
+def _check_ids(ids: object, name: str, device: torch.device) -> Tensor:
     if not isinstance(ids, Tensor):
         raise TypeError(f"{name} must be a 1-D int32 or int64 tensor, got {type(ids).__name__}")
     if ids.dtype not in (torch.int32, torch.int64):
@@ -231,11 +231,21 @@ def _check_ids(ids: object, where: str, device: torch.device) -> list[int]:
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(ids.shape)}")
     if ids.device != device:
         raise ValueError(f"{name} must be on {device}, as cu_seqlens_q is; got {ids.device}")
-    values: list[int] = ids.tolist()
-    for before, after in zip(values, values[1:]):
-        if after <= before:
-            problem = "holds a duplicate" if after == before else "is not ascending"
-            raise ValueError(f"{name} must be strictly ascending, but {problem}: {after} after {before}")
+    return ids
+
+
+def _read_ids(ids: list[Tensor]) -> list[list[int]]:
+    """All policies' ids on the host, with one sync; each list must ascend."""
+    joined: list[int] = torch.cat(ids).tolist()
+    values, end = [], 0
+    for p, tensor in enumerate(ids):
+        start, end = end, end + tensor.shape[0]
+        values.append(joined[start:end])
+        for before, after in zip(values[p], values[p][1:]):
+            if after <= before:
+                name = f"{ARGUMENT}[{p}].sequence_ids"
+                problem = "holds a duplicate" if after == before else "is not ascending"
+                raise ValueError(f"{name} must be strictly ascending, but {problem}: {after} after {before}")
     return values
 
 

@@ -175,7 +175,7 @@ def test_dispatch_of_a_call(monkeypatch: pytest.MonkeyPatch, dispatch: str) -> N
 
 def test_one_policy_over_everything_takes_the_scalar_path_but_not_when_grouped(monkeypatch: pytest.MonkeyPatch) -> None:
     plain: list[bool] = []
-    install(monkeypatch, Stub("unfused", before_forward=lambda call: plain.append((call.plain_cu_seqlens, call.sole))))
+    install(monkeypatch, Stub("unfused", before_forward=lambda call: plain.append((call.plain_cu_seqlens, call.first))))
     inputs = build(PackedCase((3, 4, 5), owner=(0, 0, 0)))
     before = selection.probe_count()
     inputs.attend()

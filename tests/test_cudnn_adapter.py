@@ -371,12 +371,12 @@ def test_stand_in_against_dense(backend: Cudnn, band: Band, equal: bool, want_ma
     poison = torch.full((total, heads, 8), math.nan)
     max_logit = torch.full((heads,), -math.inf) if want_max else None
     call = ForwardCall(
-        **batch, is_training=True, sole=False, max_logit=max_logit, _out=poison, _lse=torch.full((heads, total), math.nan)
+        **batch, is_training=True, first=False, max_logit=max_logit, _out=poison, _lse=torch.full((heads, total), math.nan)
     )
     backend.forward(call)
     grad_out = torch.randn(total, heads, 8)
     q, k, v = (batch[name].detach().clone().requires_grad_() for name in "qkv")
-    dense = ForwardCall(**{**batch, "q": q, "k": k, "v": v}, is_training=True, sole=False)
+    dense = ForwardCall(**{**batch, "q": q, "k": k, "v": v}, is_training=True, first=False)
     inside, highest = torch.zeros(total, dtype=torch.bool), torch.full((heads,), -math.inf)
     loss = q.sum() * 0 + k.sum() * 0 + v.sum() * 0
     for rows, keys, visible in _sequences(call, band):
@@ -397,7 +397,7 @@ def test_stand_in_against_dense(backend: Cudnn, band: Band, equal: bool, want_ma
     loss.backward()
     grads = tuple(torch.full(batch[name].shape, math.nan) for name in "qkv")
     saved = torch.where(inside[:, None, None], call.out, 0)
-    backend.backward(BackwardCall(**batch, grad_out=grad_out, out=saved, lse=call.lse, sole=False, _grads=grads))
+    backend.backward(BackwardCall(**batch, grad_out=grad_out, out=saved, lse=call.lse, first=False, _grads=grads))
     for grad, leaf, starts, lens in zip(grads, (q, k, v), ("q", "kv", "kv"), ("q", "kv", "kv")):
         mask = torch.zeros(leaf.shape[0], dtype=torch.bool)
         for start, length in zip(batch[f"starts_{starts}"].tolist(), batch[f"lens_{lens}"][0].tolist()):
@@ -410,7 +410,7 @@ def test_totals_that_write_in_place_are_few(backend: Cudnn) -> None:
     def stats(total: int) -> int:
         batch = _batch([128, 128], [128, 128], [True, True], gap=total // 2 - 128)
         batch |= {"bands": (CAUSAL,), "equal_lengths": True}
-        call = ForwardCall(**batch, is_training=False, sole=True)
+        call = ForwardCall(**batch, is_training=False, first=True)
         graph = backend._forward_graph(call)
         backend.forward(call)
         assert call.lse[:, :128].isfinite().all()
@@ -426,7 +426,7 @@ def test_totals_that_write_in_place_are_few(backend: Cudnn) -> None:
 def test_capture_needs_a_graph_built_before(backend: Cudnn, monkeypatch: pytest.MonkeyPatch) -> None:
     def call(total: int) -> ForwardCall:
         batch = _batch([128], [128], [True], gap=total - 128)
-        return ForwardCall(**batch, bands=(FULL,), equal_lengths=True, is_training=False, sole=True)
+        return ForwardCall(**batch, bands=(FULL,), equal_lengths=True, is_training=False, first=True)
 
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(RuntimeError, match=r"run one warm-up call .* before capturing"):

@@ -235,7 +235,7 @@ def common_call(geometry: Geometry, plan: list[Tensor], **changes: Any) -> dict[
         "deterministic": False,
         "single_launch_plan": plan,
         "contiguous_run": False,
-        "sole": True,
+        "first": True,
     } | changes
 
 

@@ -382,11 +382,11 @@ class Batch:
         return tuple(sides)  # type: ignore[return-value]
 
     def run(
-        self, backend: Backend, *, sole: bool | None = None, has_gaps: bool | None = None, **flags: Any
+        self, backend: Backend, *, first: bool | None = None, has_gaps: bool | None = None, **flags: Any
     ) -> dict[str, Tensor]:
         """Each policy's launch into one set of buffers, poisoned by NaN, then the rows of no sequence."""
         starts_q, lens_q, starts_kv, lens_kv = self._geometry()
-        sole = len(self.bands) == 1 if sole is None else sole
+        first = len(self.bands) == 1 if first is None else first
         buffers = [torch.full_like(x, NAN) for x in (self.q, self.q, self.k, self.v)]
         out, lse, grads = buffers[0], torch.full((self.q.shape[1], self.q.shape[0]), NAN), tuple(buffers[1:])
 
@@ -408,7 +408,7 @@ class Batch:
                 "deterministic": False,
                 "single_launch_plan": [],
                 "contiguous_run": False,
-                "sole": sole,
+                "first": first,
             }
             return {**call, **flags}
 
@@ -510,8 +510,8 @@ def test_plain_but_shared_touches_own_rows_only(heads: tuple[int, int], fake_fla
     batch = Batch([(4, 4), (3, 2)], [0, 0], [CAUSAL], heads=heads)
     inside = torch.arange(batch.q.shape[0]) < batch.starts[0][-1]
     for backend in (flash2.Flash2(), torch_flash.TorchFlash()):
-        batch.check(backend, sole=False)
-        marked = batch.run(backend, sole=False)
+        batch.check(backend, first=False)
+        marked = batch.run(backend, first=False)
         assert torch.equal(marked["out"][~inside], torch.zeros_like(marked["out"][~inside]))
 
 

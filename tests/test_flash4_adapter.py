@@ -206,13 +206,13 @@ def test_a_newer_version_that_cannot_be_loaded(versions: dict[str, str | None], 
 
 # -------------------------------------------------------------------------------------------------------------- the direct way
 def forward_call(tokens: int = 40, heads: int = 4, groups: int = 2, plain: bool = False, band: Band = WINDOW) -> ForwardCall:
-    return ForwardCall(**_common(tokens, heads, groups, plain, band, False), is_training=True, sole=True)
+    return ForwardCall(**_common(tokens, heads, groups, plain, band, False), is_training=True, first=True)
 
 
 def backward_call(groups: int = 2, plain: bool = False, deterministic: bool = False, band: Band = CAUSAL) -> BackwardCall:
     common = _common(40, 4, groups, plain, band, deterministic)
     out, lse = torch.zeros(40, 4, 64, dtype=torch.bfloat16), torch.zeros(4, 40)
-    return BackwardCall(**common, grad_out=torch.zeros_like(out), out=out, lse=lse, sole=True)
+    return BackwardCall(**common, grad_out=torch.zeros_like(out), out=out, lse=lse, first=True)
 
 
 def _common(tokens: int, heads: int, groups: int, plain: bool, band: Band, deterministic: bool) -> dict[str, Any]:
@@ -500,7 +500,7 @@ def test_launches_are_those_of_the_library(widths: tuple[int, int], groups: int,
             common = _fields(q, k, v, starts, lens, band, (500, 600), plain, deterministic)
             lse = torch.empty(4, 900, dtype=torch.float32, device="cuda")
             backend = Flash4()
-            backend.forward(ForwardCall(**common, is_training=True, sole=True))
-            backend.backward(BackwardCall(**common, grad_out=torch.empty_like(out), out=out, lse=lse, sole=True))
+            backend.forward(ForwardCall(**common, is_training=True, first=True))
+            backend.backward(BackwardCall(**common, grad_out=torch.empty_like(out), out=out, lse=lse, first=True))
         assert not backend.fallbacks
         assert [len(kernels) for kernels in backend._kernels.values()] == [1, 3 if groups == 4 else 5]

@@ -182,11 +182,11 @@ class Fa2Backend(Backend):
 
     def forward(self, call: ForwardCall) -> None:
         launch = make_launch(call)
-        in_place = self.fills_given_buffers and (launch.own_rows_only or call.sole)
+        in_place = self.fills_given_buffers and (launch.own_rows_only or call.first)
         out, lse = self.launch_forward(call, launch, call.out if in_place else None)
         if lse.shape != (call.q.shape[1], call.q.shape[0]):
             raise RuntimeError(f"{self.name} returned a log-sum-exp of shape {tuple(lse.shape)}, not [heads, total_q]")
-        if call.sole:
+        if call.first:
             rows.normalize_lse(lse)
             # A fresh out has the strides of q, which may be a transposed view.
             call.adopt(out.contiguous(), lse)
@@ -198,11 +198,11 @@ class Fa2Backend(Backend):
     def backward(self, call: BackwardCall) -> None:
         launch = make_launch(call)
         own_rows_only = launch.own_rows_only and call.q.shape[1] == call.k.shape[1]
-        if self.fills_given_buffers and (own_rows_only or call.sole):
+        if self.fills_given_buffers and (own_rows_only or call.first):
             self.launch_backward(call, launch, call.grads)
             return
         fresh = [grad.contiguous() for grad in self.launch_backward(call, launch, None)]
-        if call.sole:
+        if call.first:
             call.adopt(*fresh)
             return
         pairs = list(zip(call.grads, fresh))
@@ -306,7 +306,7 @@ def probe_calls(p: AttentionParams, band: Band, gqa: bool, device: torch.device)
         "deterministic": p.deterministic,
         "single_launch_plan": [],
         "contiguous_run": True,
-        "sole": True,
+        "first": True,
     }
     grad_out = torch.zeros(_PROBE_TOKENS, heads, p.head_dim_v, dtype=p.dtype, device=device)
     lse = torch.zeros(heads, _PROBE_TOKENS, dtype=torch.float32, device=device)

@@ -71,13 +71,14 @@ class ForwardCall(Call):
     largest scaled score that a row of the subset sees.
 
     The buffers are allocated when first asked for: a kernel that can only return fresh full-size tensors calls :meth:`adopt`
-    with them where ``sole`` is true, and selects its rows into the buffers otherwise.
+    with them where ``first`` is true, and selects its rows into the buffers otherwise.
 
-    ``is_training``: a backward with this backend will follow. ``sole``: no other policy writes into this call's outputs.
+    ``is_training``: a backward with this backend will follow. ``first``: nothing stands in the outputs yet, so a
+    kernel may leave anything in the rows of others.
     """
 
     is_training: bool = dataclasses.field(kw_only=True)
-    sole: bool = dataclasses.field(kw_only=True)
+    first: bool = dataclasses.field(kw_only=True)
     max_logit: Tensor | None = dataclasses.field(kw_only=True, default=None)
     _out: Tensor | None = dataclasses.field(kw_only=True, default=None)
     _lse: Tensor | None = dataclasses.field(kw_only=True, default=None)
@@ -95,7 +96,7 @@ class ForwardCall(Call):
         return self._lse
 
     def adopt(self, out: Tensor, lse: Tensor) -> None:
-        """Takes full-size, contiguous results as this call's buffers. Only where ``sole``."""
+        """Takes full-size, contiguous results as this call's buffers. Only where ``first``."""
         self._out, self._lse = out, lse
 
 
@@ -103,12 +104,12 @@ class ForwardCall(Call):
 class BackwardCall(Call):
     """Fill ``dq`` [T_q, H, D_qk], ``dk`` [T_k, H_kv, D_qk] and ``dv`` [T_k, H_kv, D_v] (contiguous) at the subset's rows, 0 at
     rows that see no key and keys that no row sees. ``out`` and ``lse`` are the forward's; ``grad_out`` is [T_q, H, D_v].
-    ``sole`` and :meth:`adopt` as in :class:`ForwardCall`."""
+    ``first`` and :meth:`adopt` as in :class:`ForwardCall`."""
 
     grad_out: Tensor = dataclasses.field(kw_only=True)
     out: Tensor = dataclasses.field(kw_only=True)
     lse: Tensor = dataclasses.field(kw_only=True)
-    sole: bool = dataclasses.field(kw_only=True)
+    first: bool = dataclasses.field(kw_only=True)
     _grads: tuple[Tensor, Tensor, Tensor] | None = dataclasses.field(kw_only=True, default=None)
 
     @property

@@ -236,7 +236,7 @@ class Flash3(Backend):
                 "num_splits": 1,
             }
         )
-        if call.sole:
+        if call.first:
             rows.normalize_lse(lse)
             call.adopt(out, lse)
         else:
