@@ -23,6 +23,11 @@ def device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "cpu"
 
 
+def device_slug() -> str:
+    """The device's name as part of a file name: ``NVIDIA H200`` is ``h200``."""
+    return device_name().removeprefix("NVIDIA ").lower().replace(" ", "_")
+
+
 def versions() -> dict[str, str | None]:
     found: dict[str, str | None] = {
         "python": platform.python_version(),

@@ -1,6 +1,6 @@
-"""Mixed batches: each policy in place, in one launch and grouped, against the kernels on compacted data and FlexAttention.
+"""Mixed batches: each policy in place, in one launch and grouped, against the kernels on compacted data, FlexAttention and other peers.
 
-    python -m benchmarks.mixed [--works A 33k-p2 ...] [--backends flash4 cudnn ...] [--out FILE]
+    python -m benchmarks.mixed [--works A 33k-p2 ...] [--backends flash4 cudnn ...] [--no-flex] [--no-peers] [--out FILE]
 
 Writes JSON (rows as documented in docs/benchmarks.md), a Markdown table and a plot beside it.
 """
@@ -12,10 +12,10 @@ import contextlib
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,12 +25,20 @@ from te_attn_ops.masks import resolve_mask
 from te_attn_ops.policies import PreparedPolicies
 from te_attn_ops.testing import Work, benchmark_work
 
-from . import common, flex
+from . import common, flex, peers
 from .raw import Compact, ideal_runner, raw_runner
 
 WORKS = ("A", "33k-p2", "33k-p4", "32k-p8", "8k-p4", "4k-p2")
 EXTRA_WORKS = ("A-contiguous", "33k-p2-contiguous", "A-gqa", "A-mla", "8k-p4-mla")
 BACKENDS = ("flash4", "cudnn", "torch_flash", "flash2")
+
+
+class Subset(NamedTuple):
+    """One policy's sequences: their rows in the batch (int64), and the cu_seqlens they have once gathered."""
+
+    rows: Tensor
+    cu_seqlens: Tensor
+    max_seqlen: int
 
 
 @dataclass
@@ -48,6 +56,13 @@ class Setup:
     bands: list[Any]
     owner: list[int]
     description: dict[str, Any] = field(default_factory=dict)
+
+    def subset(self, policy: int) -> Subset:
+        device, bounds = self.q.device, self.cu_seqlens.tolist()
+        members = [n for n, owner in enumerate(self.owner) if owner == policy]
+        lengths = [self.work.lengths[n] for n in members]
+        rows = torch.cat([torch.arange(bounds[n], bounds[n + 1], device=device) for n in members])
+        return Subset(rows, torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32), max(lengths))
 
 
 def set_up(name: str) -> Setup:
@@ -108,13 +123,9 @@ def _ideal(s: Setup, backend: str, backward: bool) -> Callable[[], Any]:
     runner = ideal_runner(backend)
     parts = []
     for p, band in enumerate(s.bands):
-        lengths = [length for n, length in enumerate(s.work.lengths) if s.owner[n] == p]
-        rows = torch.cat(
-            [torch.arange(s.cu_seqlens[n], s.cu_seqlens[n + 1], device="cuda") for n in range(len(s.owner)) if s.owner[n] == p]
-        )
-        cu_seqlens = torch.tensor([0, *lengths], device="cuda").cumsum(0).to(torch.int32)
-        tensors = [x.index_select(0, rows) for x in (s.q, s.k, s.v, s.grad_out)]
-        parts.append(runner(Compact(*tensors, cu_seqlens, max(lengths), band), backward))
+        subset = s.subset(p)
+        tensors = [x.index_select(0, subset.rows) for x in (s.q, s.k, s.v, s.grad_out)]
+        parts.append(runner(Compact(*tensors, subset.cu_seqlens, subset.max_seqlen, band), backward))
 
     def run() -> Any:
         return [part() for part in parts]
@@ -159,11 +170,12 @@ def auto_variants(s: Setup, selections: tuple[str, ...]) -> Iterator[tuple[dict[
 
 
 # ----------------------------------------------------------------------------------------------------------------- measuring
-def measure(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True) -> list[dict[str, Any]]:
-    """Rows for one variant: eager and graphed, forward and forward+backward; host time with and without gradients."""
+def measure(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True, graph: bool = True) -> list[dict[str, Any]]:
+    """Rows for one variant: eager and (``graph``) graphed, forward and forward+backward; host time with and without gradients."""
     rows: list[dict[str, Any]] = []
     base = {**s.description, "selection": None, **label}
     for backward in (False, True):
+        graphed = False
         try:
             call = make(backward, False)
             call()
@@ -174,20 +186,23 @@ def measure(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True) -> 
                 row["host_us_grad"] = common.time_host(make(False, True))
             row["peak_bytes"] = common.peak_bytes(call, _result_bytes) if peak else None
             rows.append(row)
-            replay = common.capture(call)
-            graphed = common.time_device(replay)
-            rows.append({**base, "graphed": True, "backward": backward, "ms": graphed.ms, "ms_spread": graphed.spread})
-            del replay, call
+            if graph:
+                graphed = True
+                replay = common.capture(call)
+                time_graphed = common.time_device(replay)
+                rows.append({**base, "graphed": True, "backward": backward, "ms": time_graphed.ms, "ms_spread": time_graphed.spread})
+                del replay
+            del call
         except (NoBackendError, NotImplementedError) as error:
-            rows.append({**base, "backward": backward, "graphed": False, "ms": None, "error": str(error)[:500]})
+            rows.append({**base, "backward": backward, "graphed": graphed, "ms": None, "error": str(error)[:500]})
         except Exception as error:  # one broken kernel must not cost the other rows
-            rows.append({**base, "backward": backward, "graphed": False, "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
+            rows.append({**base, "backward": backward, "graphed": graphed, "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
     gc.collect()
     _report(rows)
     return rows
 
 
-def warm(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True) -> list[dict[str, Any]]:
+def warm(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True, graph: bool = True) -> list[dict[str, Any]]:
     """Only compiles what :func:`measure` will time, into the caches on disk."""
     for backward in (False, True):
         with contextlib.suppress(Exception):
@@ -196,7 +211,7 @@ def warm(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True) -> lis
 
 
 def _report(rows: list[dict[str, Any]]) -> None:
-    told = [row for row in rows if row.get("graphed") or row.get("error")]
+    told = [row for row in rows if row.get("graphed") or row.get("error")] or rows
     parts = [f"{row['ms']:.3f}" if row.get("ms") is not None else row.get("error", "?")[:90] for row in told]
     head = rows[0]
     print(f"{time.strftime('%H:%M:%S')} {head['work']} {head['backend']} {head['dispatch']} {' '.join(parts)}", file=sys.stderr, flush=True)
@@ -209,7 +224,12 @@ def _result_bytes(value: Any) -> int:
 
 
 def run_work(
-    s: Setup, backends: list[str], selections: tuple[str, ...], with_flex: bool, visit: Callable[..., list[dict[str, Any]]]
+    s: Setup,
+    backends: list[str],
+    selections: tuple[str, ...],
+    with_flex: bool,
+    with_peers: bool,
+    visit: Callable[..., list[dict[str, Any]]],
 ) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for backend in backends:
@@ -220,6 +240,9 @@ def run_work(
     if with_flex:
         for label, make in flex.variants(s):
             rows += visit(s, label, make, peak=False)
+    if with_peers:
+        for label, make, graph in peers.variants(s):
+            rows += visit(s, label, make, graph=graph)
     return rows
 
 
@@ -248,6 +271,7 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     chosen = [r for r in rows if r.get("graphed") and r.get("backward") and r.get("ms") and "new_geometry" not in r]
     works = list(dict.fromkeys(r["work"] for r in chosen))
     kinds = ("ideal", "padded", "single_launch", "grouped", "flex_flash", "flex_triton")
+    kinds += tuple(peer for peer in peers.DISPATCHES if any(r["dispatch"] == peer for r in chosen))
     figure, axes = plt.subplots(figsize=(1.6 * len(works) + 3, 4.2))
     width = 0.8 / len(kinds)
     for index, kind in enumerate(kinds):
@@ -280,16 +304,17 @@ def merge(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return kept + rows
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mixed", description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--works", nargs="+", default=list(WORKS + EXTRA_WORKS))
     parser.add_argument("--backends", nargs="+", default=None, help="default: every installed one")
     parser.add_argument("--no-flex", action="store_true", help="without FlexAttention")
+    parser.add_argument("--no-peers", action="store_true", help="without varlen_attn, flash-attn by hand and TransformerEngine")
     parser.add_argument("--no-measured", action="store_true", help="without the measured selection")
     parser.add_argument("--warm", action="store_true", help="compile only, into the caches on disk; writes nothing")
-    parser.add_argument("--out", type=Path, default=common.RESULTS / "mixed_h200.json")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="the JSON (default docs/results/mixed_<device>.json)")
     parser.add_argument("--from", type=Path, dest="source", metavar="FILE", help="only the table and the plot, from the JSON of a run")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     if arguments.source is not None:
         data = common.read_json(arguments.source)
         if data is None:
@@ -298,6 +323,8 @@ def main() -> None:
         return
     if not torch.cuda.is_available():
         parser.error("needs a CUDA device")
+    out = arguments.out or common.RESULTS / f"mixed_{common.device_slug()}.json"
+    versions = {**common.versions(), **({} if arguments.no_peers else peers.versions())}
     installed = common.installed_backends()
     backends = arguments.backends or [name for name in (*BACKENDS, "cudnn_flex") if name in installed]
     selections = ("static",) if arguments.no_measured else ("static", "measured")
@@ -305,7 +332,7 @@ def main() -> None:
     for name in common.progress(arguments.works, "works"):
         setup = set_up(name)
         with_flex = not arguments.no_flex and name in WORKS
-        rows += run_work(setup, backends, selections, with_flex, warm if arguments.warm else measure)
+        rows += run_work(setup, backends, selections, with_flex, not arguments.no_peers, warm if arguments.warm else measure)
         if arguments.warm:
             continue
         if not arguments.no_flex and name in WORKS:
@@ -314,13 +341,13 @@ def main() -> None:
             rows += geometry.run(setup)
         data = {
             "device": common.device_name(),
-            "versions": common.versions(),
+            "versions": versions,
             "command": common.command_line(),
-            "rows": merge(arguments.out, rows),
+            "rows": merge(out, rows),
         }
-        common.write_json(arguments.out, data)
+        common.write_json(out, data)
     if not arguments.warm:
-        write_reports(data["rows"], arguments.out)
+        write_reports(data["rows"], out)
         print(summary(rows))
 
 

@@ -3,8 +3,10 @@ for a built graph that computes what the graph's own parameters say and writes n
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -338,7 +340,7 @@ def backend(monkeypatch: pytest.MonkeyPatch) -> Cudnn:
     monkeypatch.setattr(adapter, "_spread_stats", _spread_stats)
     monkeypatch.setattr(adapter, "_token_major_stats", lambda lse: torch.where(lse == -math.inf, math.inf, lse).t().contiguous())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Cudnn, "_handle", lambda self, device: None)
+    monkeypatch.setattr(Cudnn, "_handle", lambda self, device: SimpleNamespace(lock=contextlib.nullcontext()))
     return Cudnn()
 
 

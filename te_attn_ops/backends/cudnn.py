@@ -475,7 +475,7 @@ class Handle:
 
     One for all threads, under a lock: the backward runs in autograd's thread, and a handle of its own, first used on a capturing
     stream by a backward, failed there (seen on an H200, cuDNN 9.19: "operation would make the legacy stream depend on a capturing
-    blocking stream"; forward and backward through one handle captured). The lock is held for the launch alone.
+    blocking stream"; forward and backward through one handle captured). The lock is held for launching and building alone.
     """
 
     def __init__(self, cudnn: Any) -> None:
@@ -659,7 +659,9 @@ class Cudnn(Backend):
         with self._lock:
             graph = self._graphs.get(spec)
             if graph is None:
-                graph = Graph(_frontend(), self._handle(spec.device), spec)
+                handle = self._handle(spec.device)
+                with handle.lock:
+                    graph = Graph(_frontend(), handle, spec)
                 self._graphs.put(spec, graph)
         return graph
 
@@ -701,8 +703,9 @@ class Cudnn(Backend):
         try:
             with self._lock, torch.cuda.device(spec.device):
                 logger.setLevel(logging.ERROR)
-                cudnn = _frontend()
-                plan_graph(cudnn, describe_graph(cudnn, self._handle(spec.device).handle, spec))
+                cudnn, handle = _frontend(), self._handle(spec.device)
+                with handle.lock:
+                    plan_graph(cudnn, describe_graph(cudnn, handle.handle, spec))
         except Exception as error:  # whatever goes wrong here would go wrong in the call
             kind = type(error).__name__
             verb = "declines" if kind == "cudnnGraphNotSupportedError" else f"fails on ({kind})"
