@@ -150,8 +150,8 @@ def report(name: str, found: Comparison) -> str:
     slower, faster = (sum(change.flag == flag for change in changes) for flag in ("slower", "faster"))
     median = f"; median of new / old {statistics.median(change.ratio for change in changes):.3f}" if changes else ""
     text += [
-        f"{slower + faster} of {len(changes)} rows changed by more than {THRESHOLD:.0%}: {slower} slower, {faster} faster{median}. "
-        f"Without a partner: {found.only_old} old rows, {found.only_new} new rows."
+        f"{slower + faster} of {len(changes)} rows changed by more than {THRESHOLD:.0%}: {slower} slower, {faster} faster{median}."
+        f" Without a partner: {found.only_old} old rows, {found.only_new} new rows."
     ]
     return "\n".join(text) + "\n"
 

@@ -222,7 +222,7 @@ def makers() -> dict[str, Callable[[Any], Attention]]:
         found["flash_attn_grouped"] = lambda s: grouped(s, _flash_attn(flash))
     if te is not None:
         for dispatch in ("auto", "grouped"):
-            found[f"transformer_engine_{dispatch}"] = lambda s, dispatch=dispatch: transformer_engine(s, te, dispatch)
+            found[f"transformer_engine_{dispatch}"] = functools.partial(transformer_engine, entry=te, dispatch=dispatch)
     return found
 
 

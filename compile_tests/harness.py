@@ -50,7 +50,7 @@ def _target_name(target: Any) -> str:
 
 
 def graph_text(graph: torch.fx.GraphModule, containing: str = "") -> str:
-    """One line per call, ``name = target(arguments)``; ``containing`` keeps the lines that hold it.
+    """One line per call that something uses, ``name = target(arguments)``; ``containing`` keeps the lines that hold it.
 
     An element of a tuple is written as ``name[0]``, a routing's four as ``*name``, and a detach as what it detaches: how many of
     them there are differs between versions of torch.
@@ -59,7 +59,7 @@ def graph_text(graph: torch.fx.GraphModule, containing: str = "") -> str:
     lines = []
     for node in graph.graph.nodes:
         names[node] = node.name
-        if node.op not in ("call_function", "call_method"):
+        if node.op not in ("call_function", "call_method") or not node.users:
             continue
         target = _target_name(node.target)
         if target == "getitem" and isinstance(node.args[1], int):

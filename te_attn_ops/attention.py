@@ -3,7 +3,9 @@ constant for the graph, the routing, one op."""
 
 from __future__ import annotations
 
+import math
 import operator
+import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import environment, ops, packing, plan as plans, policies as policy_module, rows, selection
 from .masks import Band, resolve_mask, warn_once
-from .params import SEQLEN_BUCKETS, seqlen_bucket
+from .params import SEQLEN_BUCKETS, round_up, seqlen_bucket
 from .policies import DISPATCHES, PreparedPolicies, prepare_thd_policies
 
 PolicyList = Sequence[Mapping[str, Any]]
@@ -99,9 +101,10 @@ def thd_attention(
     if torch._C._are_functorch_transforms_active() or (eager and forward_ad._current_level >= 0):
         _refuse_transforms(q, k, v)
     if eager and isinstance(thd_attention_policies, (PreparedPolicies, type(None))):
-        routing = _ROUTINGS.find(cu_seqlens, thd_attention_policies)
+        routing = _ROUTINGS.find(cu_seqlens, thd_attention_policies, q)
     else:
         routing = None
+    unseen = eager and routing is None
     if routing is None:
         pack = packing.make_packing(q, *cu_seqlens)
         prepared = _prepared(thd_attention_policies, pack)
@@ -113,12 +116,18 @@ def thd_attention(
     bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
     decide = _decide_eager if eager else _decide
     decision = decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
-    subsets = _subsets(pack, prepared, decision, routing)
+    if unseen:
+        _check_contents(pack, q, k, bound_q, bound_kv)
+    if eager and decision.plan[1] & plans.PLAIN_CU_SEQLENS:
+        subsets = packing.plain_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, copy=is_training)
+    else:
+        subsets = _subsets(pack, prepared, decision, routing)
 
-    if sanitize_padding:
+    if sanitize_padding is not False:
+        _check_bool("sanitize_padding", sanitize_padding)
         q, k, v, real_rows = _sanitize(q, k, v, pack)
     head_dim_v = v.shape[2]
-    scale = float(softmax_scale) if softmax_scale is not None else operator.index(q.shape[2]) ** -0.5
+    scale = operator.index(q.shape[2]) ** -0.5 if softmax_scale is None else _check_scale(softmax_scale)
     if decision.pad_outside:
         q, k, v = (_pad(x, decision.pad_outside) for x in (q, k, v))
     op = ops.attention if is_training else ops.attention_forward
@@ -168,6 +177,45 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"q and k must have the same head_dim, got {q.shape[2]} and {k.shape[2]}")
     if operator.index(q.shape[2]) == 0 or operator.index(v.shape[2]) == 0:
         raise ValueError(f"head_dim must be at least 1, got q {q.shape[2]} and v {v.shape[2]}")
+
+
+def _check_bool(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
+
+
+def _check_scale(softmax_scale: object) -> float:
+    if isinstance(softmax_scale, Tensor):
+        raise TypeError(
+            "softmax_scale must be a number, got a tensor, which would get no gradient: multiply q by it and pass softmax_scale=1.0"
+        )
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float, torch.SymFloat, torch.SymInt)):
+        raise TypeError(f"softmax_scale must be a number, got {type(softmax_scale).__name__}")
+    if not environment.is_tracing() and not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+    return float(softmax_scale)
+
+
+def _check_contents(
+    pack: packing.Packing, q: Tensor, k: Tensor, max_seqlen_q: int, max_seqlen_kv: int
+) -> None:
+    """What only the contents of cu_seqlens can tell, where reading them is free: on the CPU; elsewhere with TE_ATTN_OPS_VALIDATE=1."""
+    if type(pack.cu_seqlens_q) is not Tensor or type(q) is not Tensor or type(k) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return
+    if pack.cu_seqlens_q.device.type != "cpu":
+        wanted = os.environ.get("TE_ATTN_OPS_VALIDATE") == "1"
+        if not wanted or pack.cu_seqlens_q.is_meta or (pack.cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()):
+            return
+    packing.validate_packed(
+        pack.cu_seqlens_q,
+        pack.cu_seqlens_kv,
+        total_q=q.shape[0],
+        total_kv=k.shape[0],
+        cu_seqlens_q_padded=pack.slots_q,
+        cu_seqlens_kv_padded=pack.slots_kv,
+        max_seqlen_q=max_seqlen_q,
+        max_seqlen_kv=max_seqlen_kv,
+    )
 
 
 def _check_options(dispatch: str, policies: object, selection_mode: str | None) -> None:
@@ -250,6 +298,10 @@ class _RawLists:
         return key, tensors
 
 
+    def clear(self) -> None:
+        self._entries.clear()
+
+
 _RAW_LISTS = _RawLists()
 
 
@@ -297,14 +349,14 @@ def _traced_bucket(length: Any) -> int:
 
 
 class _Routing:
-    """What is remembered of one batch's offsets and policies: they were checked, and how its sequences are routed."""
+    """What is remembered of one batch's offsets and policies: they were checked, and how prepared policies route its sequences."""
 
     __slots__ = ("references", "subsets", "versions")
 
     def __init__(self, tensors: list[Tensor], prepared: PreparedPolicies | None) -> None:
         self.references: list[weakref.ref[Any]] = [weakref.ref(tensor) for tensor in tensors]
         self.versions = [tensor._version for tensor in tensors]
-        self.subsets: dict[bool, packing.Subsets] = {}  # by whether the policies' index routes
+        self.subsets: dict[tuple[bool, int], packing.Subsets] = {}  # by whether the policies' index routes, and the stream
         if prepared is not None:
             self.references.append(weakref.ref(prepared))
 
@@ -317,9 +369,9 @@ class _Routings:
         self._capacity = capacity
         self._entries: OrderedDict[tuple[int, ...], _Routing] = OrderedDict()
 
-    def find(self, cu_seqlens: tuple[Tensor | None, ...], prepared: PreparedPolicies | None) -> _Routing | None:
+    def find(self, cu_seqlens: tuple[Tensor | None, ...], prepared: PreparedPolicies | None, q: Tensor) -> _Routing | None:
         found = self._entries.get((id(prepared), *map(id, cu_seqlens)))
-        if found is None:
+        if found is None or cu_seqlens[0].device != q.device:  # type: ignore[union-attr]
             return None
         tensors = [tensor for tensor in cu_seqlens if tensor is not None]
         if prepared is not None:
@@ -342,15 +394,26 @@ class _Routings:
         return routing
 
 
+    def clear(self) -> None:
+        self._entries.clear()
+
+
 _ROUTINGS = _Routings()
 
 
 def _subsets(pack: packing.Packing, prepared: PreparedPolicies | None, decision: _Decision, routing: _Routing | None) -> Any:
-    """The routing as tensors: one small kernel. Eager calls keep it for the same tensors, except during a capture: a replay must
-    read what they hold then."""
-    keep = routing is not None and not (pack.cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing())
+    """The routing as tensors: one small kernel. Eager calls keep it for prepared policies, which belong to one batch, except
+    during a capture: a replay must read what the tensors hold then. cu_seqlens alone promise nothing: a broadcast into them,
+    for one, does not raise their version."""
+    keep, stream = False, 0
+    if routing is not None and prepared is not None and not prepared.mutable:
+        if pack.cu_seqlens_q.is_cuda:
+            keep = not torch.cuda.is_current_stream_capturing()
+            stream = torch._C._cuda_getCurrentRawStream(pack.cu_seqlens_q.get_device())
+        else:
+            keep = True
     if keep and routing is not None:
-        found = routing.subsets.get(decision.routed)
+        found = routing.subsets.get((decision.routed, stream))
         if found is not None:
             return found
     index = prepared.policy_index if decision.routed and prepared is not None else None
@@ -358,7 +421,7 @@ def _subsets(pack: packing.Packing, prepared: PreparedPolicies | None, decision:
     slots_kv = pack.slots_kv if pack.slots_kv is not pack.cu_seqlens_kv else None
     fresh = packing.Subsets(*ops.policy_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, slots_q, slots_kv, index, decision.num_policies))
     if keep and routing is not None and not fresh.starts_q.is_inference():
-        routing.subsets[decision.routed] = fresh  # an inference tensor could not be saved for a later call's backward
+        routing.subsets[decision.routed, stream] = fresh  # an inference tensor could not be saved for a later call's backward
     return fresh
 
 
@@ -385,11 +448,12 @@ def _flags(
     return flags
 
 
-def _is_wide(q: Tensor, k: Tensor, head_dim: int) -> bool:
-    """Whether a tensor has 2^31 elements or more. An exported graph is taken to have fewer: it may not be bounded by a guard."""
+def _is_wide(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a tensor of the call, padded as a kernel may want it, has 2^31 elements or more. An exported graph is taken to have
+    fewer: it may not be bounded by a guard."""
     if torch.compiler.is_exporting():
         return False
-    limit = 1 << 31
+    limit, head_dim = 1 << 31, round_up(max(operator.index(q.shape[2]), operator.index(v.shape[2])), 8)
     return guard_or_false(q.shape[0] * q.shape[1] * head_dim >= limit) or guard_or_false(k.shape[0] * k.shape[1] * head_dim >= limit)
 
 
@@ -422,7 +486,15 @@ def _decide(
     symbolic one cannot enter a constant function, and each is a property of the model."""
     dispatch, backend, pad_head_dim, selection_mode, deterministic, return_max_logit = options
     _check_qkv(q, k, v)
+    if pack.equal_lengths and pack.slots_kv is pack.slots_q and q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"q has {q.shape[0]} tokens and k {k.shape[0]}: with one cu_seqlens for both (self-attention) they must be as many. q, k "
+            "and v are [tokens, heads, head_dim]; for cross-attention pass cu_seqlens_kv"
+        )
     _check_options(dispatch, prepared, selection_mode)
+    for name, value in (("pad_head_dim", pad_head_dim), ("deterministic", deterministic)):
+        if value is not None:
+            _check_bool(name, value)
     if prepared is not None:
         _check_exclusive(mask[0], mask[1])
     equal_lengths = pack.equal_lengths or (prepared is not None and prepared.equal_lengths)
@@ -431,7 +503,7 @@ def _decide(
     flags = _flags(deterministic, env, return_max_logit, prepared, equal_lengths, is_training)
     heads = (operator.index(q.shape[1]), operator.index(k.shape[1]))
     head_dims = (operator.index(q.shape[2]), operator.index(v.shape[2]))
-    if _is_wide(q, k, max(head_dims)):
+    if _is_wide(q, k, v):
         flags |= plans.WIDE_OFFSETS
     single_launch = _single_launch_plan(prepared, q.dtype, heads, head_dims, bands, is_training)
     if selection_mode is None:
@@ -468,6 +540,8 @@ def _decide(
 
 _DECISIONS: dict[tuple[Any, ...], _Decision] = {}
 selection.on_invalidate(_DECISIONS.clear)
+selection.on_invalidate(_ROUTINGS.clear)
+selection.on_invalidate(_RAW_LISTS.clear)
 
 
 def _decide_eager(
@@ -485,8 +559,8 @@ def _decide_eager(
     single-launch plans decides each time: the plan's tensors belong to its batch."""
     key: tuple[Any, ...] | None = (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0],
-        max(q.numel(), k.numel(), v.numel()) >= 1 << 31, pack.equal_lengths, pack.has_gaps, bucket, is_training, type(mask[2]), mask,
-        options,
+        q.shape[0] == k.shape[0], q.dim() == k.dim() == v.dim() == 3 and _is_wide(q, k, v), pack.equal_lengths,
+        pack.slots_q is pack.slots_kv, pack.has_gaps, bucket, is_training, type(mask[2]), mask, options,
         torch.are_deterministic_algorithms_enabled(), environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:

@@ -12,6 +12,7 @@ import functools
 import importlib.metadata
 import importlib.util
 import os
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -125,10 +126,20 @@ def version_tuple(version: str | None) -> tuple[int, ...]:
     return tuple(parts)
 
 
+_ON_FORGET: list[Callable[[], None]] = []
+
+
+def on_forget(action: Callable[[], None]) -> None:
+    """Registers what a backend remembers of its library's answers, to be dropped by :func:`forget`."""
+    _ON_FORGET.append(action)
+
+
 def forget() -> None:
-    """Drops what is remembered of packages and devices, so that the next probe looks again."""
+    """Drops what is remembered of packages, devices and libraries, so that the next probe looks again."""
     compute_capability.cache_clear()
     package_version.cache_clear()
+    for action in _ON_FORGET:
+        action()
 
 
 def fingerprint(device_index: int | None) -> dict[str, Any]:

@@ -2,24 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import grouping, plan as plans
 from .inplace import BackwardBatch, Batch, Buffers, run_backward, run_forward
-from .rows import fill_outside_backward, fill_outside_forward
-
-_NULL = contextlib.nullcontext()
-
-
-def _device_guard(x: Tensor) -> Any:
-    if x.is_cuda and x.device.index != torch.cuda.current_device():
-        return torch.cuda.device(x.device)
-    return _NULL
+from .rows import device_guard, fill_outside_backward, fill_outside_forward
 
 
 def kernel_ready(x: Tensor) -> Tensor:
@@ -33,7 +22,7 @@ def kernel_ready(x: Tensor) -> Tensor:
     return x
 
 
-def _pad(x: Tensor, width: int) -> Tensor:
+def pad_head_dim(x: Tensor, width: int) -> Tensor:
     """Zero columns up to ``width``; 0 means as it is."""
     return x if width in (0, x.shape[-1]) else F.pad(x, (0, width - x.shape[-1]))
 
@@ -54,9 +43,9 @@ def forward(batch: Batch, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         out = q.new_zeros(q.shape[0], heads, head_dim_v)
         lse = q.new_full((heads, q.shape[0]), float("-inf"), dtype=torch.float32)
     else:
-        with _device_guard(q):
+        with device_guard(q):
             if decoded.width:
-                batch.q, batch.k, batch.v = (_pad(x, decoded.width) for x in (q, batch.k, batch.v))
+                batch.q, batch.k, batch.v = (pad_head_dim(x, decoded.width) for x in (q, batch.k, batch.v))
             batch.q, batch.k, batch.v = kernel_ready(batch.q), kernel_ready(batch.k), kernel_ready(batch.v)
             run = grouping.forward if decoded.dispatch == plans.GROUPED else run_forward
             run(batch, decoded, buffers)
@@ -73,9 +62,9 @@ def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Ten
     q, k, v = batch.q, batch.k, batch.v
     if _nothing_to_do(batch):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    with _device_guard(q):
-        batch.q, batch.k, batch.v = (kernel_ready(_pad(x, decoded.width)) for x in (q, k, v))
-        batch.grad_out, batch.out = (kernel_ready(_pad(x, decoded.width)) for x in (batch.grad_out, batch.out))
+    with device_guard(q):
+        batch.q, batch.k, batch.v = (kernel_ready(pad_head_dim(x, decoded.width)) for x in (q, k, v))
+        batch.grad_out, batch.out = (kernel_ready(pad_head_dim(x, decoded.width)) for x in (batch.grad_out, batch.out))
         buffers = Buffers()
         run = grouping.backward if decoded.dispatch == plans.GROUPED else run_backward
         run(batch, decoded, buffers)
@@ -86,4 +75,4 @@ def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Ten
 
 
 def _nothing_to_do(batch: Batch) -> bool:
-    return batch.q.shape[0] == 0 or batch.k.shape[0] == 0 or batch.subsets.lens_q.shape[1] == 0
+    return batch.q.shape[0] == 0 or batch.k.shape[0] == 0 or batch.subsets.num_seqs == 0

@@ -47,6 +47,8 @@ class Buffers:
 
 def _launches(batch: Batch, plan: plans.Plan) -> Iterator[tuple[Backend, tuple[Any, ...]]]:
     """The backend of each launch, and the arguments of :class:`te_attn_ops.backends.base.Call` in their order."""
+    if any(backend_by_number(number).reads_lens for number in plan.backends):
+        batch.subsets = batch.subsets.with_lens()
     starts_q, lens_q, starts_kv, lens_kv = batch.subsets
     lone = plan.dispatch == plans.SINGLE_LAUNCH or len(plan.bands) == 1
     for p in range(1 if lone else len(plan.bands)):

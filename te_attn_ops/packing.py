@@ -13,12 +13,35 @@ from .environment import is_tracing
 
 
 class Subsets(NamedTuple):
-    """Where each policy's sequences lie: starts [N + 1] and lens [P, N], int32, for q and for kv."""
+    """Where each policy's sequences lie: starts [N + 1] and lens [P, N], int32, for q and for kv.
+
+    Plain cu_seqlens may come without lens ([0]): they are the differences of starts.
+    """
 
     starts_q: Tensor
     lens_q: Tensor
     starts_kv: Tensor
     lens_kv: Tensor
+
+    @property
+    def num_seqs(self) -> int:
+        return self.starts_q.shape[0] - 1
+
+    def with_lens(self) -> Subsets:
+        if self.lens_q.dim() == 2:
+            return self
+        lens_q = self.starts_q.diff()[None]
+        lens_kv = lens_q if self.starts_kv is self.starts_q else self.starts_kv.diff()[None]
+        return Subsets(self.starts_q, lens_q, self.starts_kv, lens_kv)
+
+
+def plain_subsets(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, copy: bool) -> Subsets:
+    """One policy over plain cu_seqlens, without a kernel of its own. ``copy``: the caller may refill cu_seqlens before what is
+    made of them here is read for the last time, in the backward."""
+    starts_q = cu_seqlens_q.to(torch.int32, copy=copy)
+    starts_kv = starts_q if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv.to(torch.int32, copy=copy)
+    no_lens = starts_q.new_empty(0)
+    return Subsets(starts_q.contiguous(), no_lens, starts_kv.contiguous(), no_lens)
 
 
 class Packing(NamedTuple):
@@ -41,7 +64,10 @@ def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
         TypeError, ValueError: naming the argument, what was seen and what would be right.
     """
     if not isinstance(cu_seqlens, Tensor):
-        raise TypeError(f"{name} must be a tensor [num_sequences + 1], got {type(cu_seqlens).__name__}")
+        raise TypeError(
+            f"{name} must be a tensor [num_sequences + 1], got {type(cu_seqlens).__name__}; torch.tensor(..., dtype=torch.int32, "
+            "device=q.device) makes one of a list"
+        )
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"{name} must be int32 or int64, got {cu_seqlens.dtype}")
     if cu_seqlens.dim() != 1:
@@ -75,14 +101,16 @@ def make_packing(
             f"cu_seqlens_{given}_padded was given without cu_seqlens_{other}_padded; for a side without gaps pass its plain "
             f"cu_seqlens_{other} again"
         )
+    packing = trusted_packing(cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, like)
     if cu_seqlens_kv is not cu_seqlens_q:
         check_cu_seqlens("cu_seqlens_kv", cu_seqlens_kv, like)
         _require_same_length("cu_seqlens_kv", cu_seqlens_kv, "cu_seqlens_q", cu_seqlens_q)
-    slots_q = _slots("cu_seqlens_q_padded", cu_seqlens_q_padded, "cu_seqlens_q", cu_seqlens_q, like)
-    slots_kv = _slots("cu_seqlens_kv_padded", cu_seqlens_kv_padded, "cu_seqlens_kv", cu_seqlens_kv, like)
-    has_gaps = slots_q is not cu_seqlens_q or slots_kv is not cu_seqlens_kv
-    return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps, cu_seqlens_kv is cu_seqlens_q)
+    for side, plain, slots in (("q", cu_seqlens_q, packing.slots_q), ("kv", cu_seqlens_kv, packing.slots_kv)):
+        if slots is not plain:
+            check_cu_seqlens(f"cu_seqlens_{side}_padded", slots, like)
+            _require_same_length(f"cu_seqlens_{side}_padded", slots, f"cu_seqlens_{side}", plain)
+    return packing
 
 
 def trusted_packing(
@@ -99,14 +127,6 @@ def trusted_packing(
     return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps, cu_seqlens_kv is cu_seqlens_q)
 
 
-def _slots(name: str, padded: Tensor | None, plain_name: str, plain: Tensor, like: Tensor) -> Tensor:
-    if padded is None or padded is plain:
-        return plain
-    check_cu_seqlens(name, padded, like)
-    _require_same_length(name, padded, plain_name, plain)
-    return padded
-
-
 def _require_same_length(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     if tensor.shape[0] != other.shape[0]:
         raise ValueError(
@@ -119,7 +139,7 @@ def build_subsets(
     cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, slots_q: Tensor, slots_kv: Tensor, policy_index: Tensor | None, num_policies: int
 ) -> Subsets:
     """What the op ``policy_subsets`` computes. A policy_index outside 0..num_policies-1 makes its sequence a gap."""
-    from .rows import uses_triton
+    from .rows import device_guard, uses_triton
 
     num_seqs = cu_seqlens_q.shape[0] - 1
     if uses_triton(cu_seqlens_q):
@@ -130,7 +150,8 @@ def build_subsets(
         inputs = [t.contiguous() for t in (cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv)]
         index = inputs[0] if policy_index is None else policy_index.contiguous()
         args = (*inputs, index, starts_q, lens_q, starts_kv, lens_kv, num_seqs, num_policies)
-        kernels.subsets((-(-(num_seqs + 1) // 128), 1, 1), args, (policy_index is not None, 128), cu_seqlens_q.device)
+        with device_guard(cu_seqlens_q):
+            kernels.subsets((-(-(num_seqs + 1) // 128), 1, 1), args, (policy_index is not None, 128), cu_seqlens_q.device)
         return Subsets(starts_q, lens_q, starts_kv, lens_kv)
     lens_q = (cu_seqlens_q[1:] - cu_seqlens_q[:-1]).to(torch.int32)
     lens_kv = (cu_seqlens_kv[1:] - cu_seqlens_kv[:-1]).to(torch.int32)
@@ -147,9 +168,14 @@ def build_subsets(
 def check_max_seqlen(name: str, max_seqlen: object) -> int:
     """A max_seqlen as an int (or SymInt) of at least 0."""
     if isinstance(max_seqlen, Tensor):
-        raise TypeError(f"{name} must be an int: a tensor would have to be read on the host at each call; got a tensor")
+        raise TypeError(
+            f"{name} must be an int: a tensor would have to be read on the host at each call; got a tensor. Compute it in the loader"
+        )
     if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        raise TypeError(f"{name} must be an int (tokens), got {type(max_seqlen).__name__}")
+        # Not asked of a symbolic int: Dynamo cannot tell.
+        if isinstance(max_seqlen, bool) or not hasattr(max_seqlen, "__index__"):
+            raise TypeError(f"{name} must be an int (tokens), got {type(max_seqlen).__name__}")
+        max_seqlen = operator.index(max_seqlen)  # numpy's integers, as a collate function makes them
     if guard_or_false(max_seqlen < 0):
         raise ValueError(f"{name} must be >= 0, got {max_seqlen}")
     return max_seqlen  # type: ignore[return-value]
@@ -194,15 +220,19 @@ def validate_packed(
         raise RuntimeError("validate_packed reads tensors on the host: call it outside the compiled function")
     total_kv = total_q if cu_seqlens_kv is None else total_kv
     packing = make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    same = packing.equal_lengths and packing.slots_kv is packing.slots_q and (total_kv, max_seqlen_kv) in (
+        (None, None),
+        (total_q, max_seqlen_q),
+    )
     sides = [("q", packing.cu_seqlens_q, packing.slots_q, total_q, max_seqlen_q)]
-    if not packing.equal_lengths or packing.slots_kv is not packing.slots_q:
+    if not same:
         sides.append(("kv", packing.cu_seqlens_kv, packing.slots_kv, total_kv, max_seqlen_kv))
     for side, plain, slots, total, max_seqlen in sides:
         name = f"cu_seqlens_{side}"
         values = _check_contents(name, plain)
         ends = values
         if slots is not plain:
-            ends = _check_contents(f"{name}_padded", slots)
+            ends = _check_contents(f"{name}_padded", slots, rows_in_front=True)
             for n in range(len(values) - 1):
                 length, slot = values[n + 1] - values[n], ends[n + 1] - ends[n]
                 if length > slot:
@@ -214,10 +244,11 @@ def validate_packed(
             raise ValueError(f"max_seqlen_{side}={max_seqlen} is below the longest sequence, which has {longest} tokens")
 
 
-def _check_contents(name: str, cu_seqlens: Tensor) -> list[int]:
+def _check_contents(name: str, cu_seqlens: Tensor, rows_in_front: bool = False) -> list[int]:
     values: list[int] = cu_seqlens.tolist()
-    if values[0] != 0:
-        raise ValueError(f"{name} must start with 0, got {values[0]}")
+    if values[0] < 0 or (values[0] and not rows_in_front):
+        hint = "" if rows_in_front else ". Lengths? Pass their cumulative sum with a leading 0"
+        raise ValueError(f"{name} must start with 0, got {values[0]}{hint}")
     for n, (before, after) in enumerate(zip(values, values[1:])):
         if after < before:
             raise ValueError(f"{name} must not descend: entry {n + 1} is {after} after {before}")
@@ -261,7 +292,10 @@ def pad_packed_batch(
     Raises:
         ValueError: more tokens or sequences than the capacity, or a sequence above max_seqlen.
     """
+    if isinstance(tensors, Tensor):
+        raise TypeError("tensors must be a tuple of tensors over the packed rows, got one tensor: pass (tensor,)")
     packing = make_packing(cu_seqlens, cu_seqlens, None, cu_seqlens_padded, None)
+    num_tokens, num_sequences = operator.index(num_tokens), operator.index(num_sequences)
     rows, count = (tensors[0].shape[0] if tensors else num_tokens), cu_seqlens.shape[0] - 1
     if count > num_sequences:
         raise ValueError(f"num_sequences={num_sequences} is below the batch's {count} sequences")
@@ -279,6 +313,8 @@ def pad_packed_batch(
 
     index = policy_index
     if index is not None:
+        if index.shape != (count,):
+            raise ValueError(f"policy_index must have one entry for each of the {count} sequences, got shape {tuple(index.shape)}")
         index = torch.cat([index, index.new_full((num_sequences - count,), fill_policy)])
     slots = extend(packing.slots_q) if packing.has_gaps else None
     return PackedCapacity(tuple(padded), extend(cu_seqlens), slots, index)

@@ -81,6 +81,12 @@ class PreparedPolicies:
     def num_policies(self) -> int:
         return len(self.policies)
 
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> PreparedPolicies:
+        """The same policies on another device, as a data loader's worker hands them on. Single-launch plans are left behind: they
+        are made on the device that they are for."""
+        index = self.policy_index.to(device, non_blocking=non_blocking)
+        return dataclasses.replace(self, policy_index=index, plans=self.plans if index is self.policy_index else [])
+
     @functools.cached_property
     def kind(self) -> tuple[object, ...]:
         """What a choice may depend on, as one hashable value."""
@@ -150,6 +156,8 @@ def prepare_thd_policies(
     """
     if is_tracing():
         raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the compiled function and pass its result")
+    if not isinstance(cu_seqlens_q, Tensor):
+        raise TypeError(f"cu_seqlens_q must be a tensor [num_sequences + 1], got {type(cu_seqlens_q).__name__}; policies come first")
     if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the capture of a CUDA graph")
     pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
@@ -166,7 +174,8 @@ def prepare_thd_policies(
         used = [p for p in range(len(masks)) if ids[p]] or list(range(min(1, len(masks))))
         masks = [masks[p] for p in used]
         owner = [used.index(p) for p in owner]
-    policy_index = torch.tensor(owner, dtype=torch.int32, device=cu_seqlens_q.device)
+    with torch.inference_mode(False):  # refreshed later, perhaps outside inference mode
+        policy_index = torch.tensor(owner, dtype=torch.int32, device=cu_seqlens_q.device)
     plans: list[SingleLaunchPlan] = []
     if attention is not None and not mutable:
         bands = tuple(
@@ -408,15 +417,32 @@ def refresh_thd_policies(
             f"{ARGUMENT} was prepared with each policy's sequences in one run, which kernels rely on; the new partition has none: "
             "prepare with mutable=True, or anew"
         )
+    pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    if prepared.equal_lengths and not pack.equal_lengths:
+        _check_equal_lengths(pack)
     if prepared.plans:
-        from .backends import get_backend
-
-        backend: Any = get_backend(SINGLE_LAUNCH_BACKEND)
-        pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
-        for plan in prepared.plans:
-            geometry = _PlanGeometry.of(pack, fresh.policy_index, plan.spec.bands, total_q, total_kv, 0, 0)
-            backend.refresh_plan(plan.tensors, **geometry.arguments(), dtype=plan.spec.dtype)
+        _refresh_plans(prepared, pack, fresh.policy_index, total_q, total_kv)
     prepared.policy_index.copy_(fresh.policy_index)
+
+
+def _refresh_plans(
+    prepared: PreparedPolicies, pack: packing.Packing, policy_index: Tensor, total_q: int | None, total_kv: int | None
+) -> None:
+    """All plans or none: what was written before one that does not fit is put back."""
+    from .backends import get_backend
+
+    backend: Any = get_backend(SINGLE_LAUNCH_BACKEND)
+    written: list[tuple[Tensor, Tensor]] = []
+    try:
+        for plan in prepared.plans:
+            geometry = _PlanGeometry.of(pack, policy_index, plan.spec.bands, total_q, total_kv, 0, 0)
+            saved = [(tensor, tensor.clone()) for tensor in plan.tensors] if len(prepared.plans) > 1 else []
+            backend.refresh_plan(plan.tensors, **geometry.arguments(), dtype=plan.spec.dtype)
+            written += saved
+    except ValueError:
+        for tensor, before in written:
+            tensor.copy_(before)
+        raise
 
 
 def _is_contiguous(owner: list[int]) -> bool:

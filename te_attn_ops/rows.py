@@ -7,15 +7,26 @@ Triton is missing).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .backends.base import BackwardCall, ForwardCall
 from .masks import Band
+
+_NULL = contextlib.nullcontext()
+
+
+def device_guard(x: Tensor) -> Any:
+    """Makes x's device the current one: a kernel in Python gets no guard from the dispatcher."""
+    if x.is_cuda and x.device.index != torch.cuda.current_device():
+        return torch.cuda.device(x.device)
+    return _NULL
 
 
 @functools.cache
@@ -77,16 +88,17 @@ def _zero_where(keep: Tensor, *tensors: Tensor) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- what is fixed
 def fill_outside_forward(out: Tensor, lse: Tensor, starts: Tensor, lens: Tensor) -> None:
-    """out = 0 and lse = -inf at rows that belong to no sequence. out [T, H, D], lse [H, T], starts [N + 1], lens [P, N]."""
-    rows, num_seqs = out.shape[0], lens.shape[1]
+    """out = 0 and lse = -inf at rows that belong to no sequence. out [T, H, D], lse [H, T], starts [N + 1], lens [P, N] or, for
+    plain cu_seqlens, [0]."""
+    rows, num_seqs = out.shape[0], starts.shape[0] - 1
     if uses_triton(out):
         from .kernels import rows as kernels
 
         heads, device = out.shape[1], out.get_device()
-        args = (out, lse, starts, lens, heads * out.shape[2], heads, rows, num_seqs, lens.shape[0])
+        args = (out, lse, starts, lens, heads * out.shape[2], heads, rows, num_seqs, lens.shape[0])  # no lens: 0 policies
         kernels.outside_forward.launch((out.dtype, device), (num_seqs + 1, _splits(rows), 1), args, (_BLOCK,), device)
         return
-    inside = subset_row_mask(starts, lens.sum(0), rows) if num_seqs else torch.zeros(rows, dtype=torch.bool, device=out.device)
+    inside = subset_row_mask(starts, _slot_lens(starts, lens), rows)
     _zero_where(inside, out)
     lse.masked_fill_(~inside, float("-inf"))
 
@@ -94,17 +106,22 @@ def fill_outside_forward(out: Tensor, lse: Tensor, starts: Tensor, lens: Tensor)
 def fill_outside_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, starts_q: Tensor, lens_q: Tensor, starts_kv: Tensor, lens_kv: Tensor
 ) -> None:
-    """dq, dk and dv = 0 at rows that belong to no sequence. lens [P, N]."""
+    """dq, dk and dv = 0 at rows that belong to no sequence. lens [P, N] or [0]."""
     if uses_triton(dq):
         from .kernels import rows as kernels
 
-        rows, num_seqs, device = max(dq.shape[0], dk.shape[0]), lens_q.shape[1], dq.get_device()
+        rows, num_seqs, device = max(dq.shape[0], dk.shape[0]), starts_q.shape[0] - 1, dq.get_device()
         sizes = (*_widths(dq, dk, dv), dq.shape[0], dk.shape[0], num_seqs, lens_q.shape[0])
         args = (dq, dk, dv, starts_q, lens_q, starts_kv, lens_kv, *sizes)
         kernels.outside_backward.launch((dq.dtype, device), (num_seqs + 1, _splits(rows), 2), args, (_BLOCK,), device)
         return
-    _zero_where(subset_row_mask(starts_q, lens_q.sum(0), dq.shape[0]), dq)
-    _zero_where(subset_row_mask(starts_kv, lens_kv.sum(0), dk.shape[0]), dk, dv)
+    _zero_where(subset_row_mask(starts_q, _slot_lens(starts_q, lens_q), dq.shape[0]), dq)
+    _zero_where(subset_row_mask(starts_kv, _slot_lens(starts_kv, lens_kv), dk.shape[0]), dk, dv)
+
+
+def _slot_lens(starts: Tensor, lens: Tensor) -> Tensor:
+    """[N] rows of each slot that belong to a sequence of any policy."""
+    return lens.sum(0) if lens.dim() == 2 else starts.diff()
 
 
 def fill_keyless_rows(call: ForwardCall) -> None:
@@ -114,7 +131,7 @@ def fill_keyless_rows(call: ForwardCall) -> None:
         from .kernels import rows as kernels
 
         (rows, heads, width), num_seqs, device = out.shape, call.lens_q.shape[1], out.get_device()
-        args = (out, lse, call.starts_q, call.seqused_q, call.seqused_kv, heads * width, heads, rows, *_sides(band))
+        args = (out, lse, call.starts_q, call.seqused_q, call.seqused_kv, heads * width, heads, rows, *band_sides(band))
         kind = (out.dtype, device, band.bottom_right)
         kernels.keyless.launch(kind, (num_seqs, _splits(rows), 1), args, (band.bottom_right, _BLOCK), device)
         return
@@ -132,7 +149,7 @@ def fill_unseen_grads(call: BackwardCall) -> None:
 
         rows, num_seqs, device = max(dq.shape[0], dk.shape[0]), call.lens_q.shape[1], dq.get_device()
         geometry = (call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv)
-        args = (dq, dk, dv, *geometry, *_widths(dq, dk, dv), *_sides(band))
+        args = (dq, dk, dv, *geometry, *_widths(dq, dk, dv), *band_sides(band))
         kind = (dq.dtype, device, band.bottom_right)
         kernels.unseen_grads.launch(kind, (num_seqs, _splits(rows), 2), args, (band.bottom_right, _BLOCK), device)
         return
@@ -145,10 +162,12 @@ def fill_unseen_grads(call: BackwardCall) -> None:
         _zero_where(seen | ~subset_row_mask(starts, lens, rows), *tensors)
 
 
-def _sides(band: Band) -> tuple[int, int]:
+def band_sides(band: Band) -> tuple[int, int]:
     from .kernels.rows import UNBOUNDED
 
-    return (UNBOUNDED if band.left is None else band.left, UNBOUNDED if band.right is None else band.right)
+    # Capped: the kernels add a side to lengths in int32.
+    left, right = (UNBOUNDED if side is None else min(side, UNBOUNDED) for side in (band.left, band.right))
+    return left, right
 
 
 def _widths(*tensors: Tensor) -> tuple[int, ...]:

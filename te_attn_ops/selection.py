@@ -280,7 +280,7 @@ class _Memo:
                 try:
                     self._entries[request] = self._probe(request)
                     changed |= self._entries[request] != before
-                except NoBackendError:
+                except Exception:  # the next call of this kind meets it again, and says so
                     changed = True
             return changed
 
@@ -318,8 +318,8 @@ def invalidate() -> bool:
     environment.forget()
     for action in _ON_INVALIDATE:
         action()
-    changed = _MEMO.refresh()
     _fast.clear()
+    changed = _MEMO.refresh()
     if changed:
         environment.raise_generation()
     return changed

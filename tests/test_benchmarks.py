@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: its arguments, its processes and its comparison; the peers of the mixed benchmark, without a GPU."""
+"""``python -m benchmarks``: arguments, processes, comparison; and the peers of the mixed benchmark, without a GPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,15 @@ from te_attn_ops import Band, thd_attention
 from te_attn_ops.masks import resolve_mask
 from te_attn_ops.testing import CAUSAL, FULL, Mask, PackedInputs, Work, assert_close, build, reference, visible
 
-ROW = {"work": "A", "tokens": 512, "backend": "flash4", "dispatch": "padded", "graphed": True, "backward": True, "selection": None}
+ROW = {
+    "work": "A",
+    "tokens": 512,
+    "backend": "flash4",
+    "dispatch": "padded",
+    "graphed": True,
+    "backward": True,
+    "selection": None,
+}
 
 
 def mixed_file(*rows: Mapping[str, Any], **fields: Any) -> dict[str, Any]:
@@ -67,7 +75,7 @@ def test_rows_match_on_every_identifying_field() -> None:
     assert (found.only_old, found.only_new, found.differences) == (1, 2, [])
 
 
-@pytest.mark.parametrize(("new_ms", "flag"), [(105, ""), (106, "slower"), (95, ""), (94, "faster")])
+@pytest.mark.parametrize(("new_ms", "flag"), [(104.9, ""), (105.1, "slower"), (95.1, ""), (94.9, "faster")])
 def test_changes_of_more_than_five_percent_are_flagged(new_ms: float, flag: str) -> None:
     assert command.Change({}, 100.0, new_ms).flag == flag
 
@@ -120,7 +128,9 @@ def test_the_committed_results_are_understood() -> None:
         if command.kind_of(data) in (None, "gpu_tests"):
             continue
         rows = command.timed_rows(data)
-        assert len(rows) == sum(bool(row.get("ms")) for row in command._rows(data)), f"{path.name}: rows that cannot be told apart"
+        assert len(rows) == sum(bool(row.get("ms")) for row in command._rows(data)), (
+            f"{path.name}: rows that cannot be told apart"
+        )
         floats = {name for row in rows.values() for name, value in command.identity(row).items() if isinstance(value, float)}
         assert not floats, f"{path.name}: {floats} identify rows"
 
@@ -151,7 +161,9 @@ def test_only_compare_errors(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "there is no such file" in run_wrong(capsys, "--only-compare", good, str(empty))
     assert "no readable JSON of a benchmark" in run_wrong(capsys, "--only-compare", other, good)
     assert "has no times to compare (gpu_tests)" in run_wrong(capsys, "--only-compare", good, tests)
-    assert "the old file is of benchmarks.mixed, the new one of benchmarks.layers" in run_wrong(capsys, "--only-compare", good, layers)
+    assert "the old file is of benchmarks.mixed, the new one of benchmarks.layers" in run_wrong(
+        capsys, "--only-compare", good, layers
+    )
     assert "share no results file with times" in run_wrong(capsys, "--only-compare", str(empty), str(tmp_path / "a"))
     assert "without --compare and --only" in run_wrong(capsys, "--only-compare", good, good, "--only", "mixed")
     assert "expected 2 arguments" in run_wrong(capsys, "--only-compare", good)
@@ -193,7 +205,9 @@ def test_runs_all_and_sums_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     monkeypatch.setattr(command, "command_of", stand_in(results))
     assert command.main(["--out-dir", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    assert [line for line in out.splitlines() if line.startswith("told by")] == [f"told by {name}" for name in command.BENCHMARKS]
+    assert [line for line in out.splitlines() if line.startswith("told by")] == [
+        f"told by {name}" for name in command.BENCHMARKS
+    ]
     assert out.count("and its errors") == 4
     assert "[4/4] benchmarks.gpu_tests" in out
     assert "1 rows timed, 1 that cannot run" in out
@@ -248,18 +262,31 @@ def test_argument_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
     assert "invalid choice: 'speed'" in run_wrong(capsys, "--only", "speed")
     assert "is not a folder" in run_wrong(capsys, "--out-dir", layers)
     assert "there is no such file" in run_wrong(capsys, "--compare", str(tmp_path / "none"))
-    assert "is of benchmarks.layers, which does not run (--only mixed)" in run_wrong(capsys, "--only", "mixed", "--compare", layers)
+    assert "is of benchmarks.layers, which does not run (--only mixed)" in run_wrong(
+        capsys, "--only", "mixed", "--compare", layers
+    )
     assert "holds none of mixed_h200_nvl.json" in run_wrong(capsys, "--only", "mixed", "--compare", str(tmp_path))
 
 
 def test_a_results_file_names_no_machine_path() -> None:
     """Each benchmark writes its command into its results."""
-    assert command.command_of("mixed", common.RESULTS / "mixed_x.json")[2:] == ["benchmarks.mixed", "--out", "docs/results/mixed_x.json"]
+    assert command.command_of("mixed", common.RESULTS / "mixed_x.json")[2:] == [
+        "benchmarks.mixed",
+        "--out",
+        "docs/results/mixed_x.json",
+    ]
     assert command.command_of("mixed", Path("/elsewhere/x.json"))[-1] == "/elsewhere/x.json"
 
 
-# ----------------------------------------------------------------------------------------------------------------- peers: masks
-MASKS = (CAUSAL, FULL, Mask("padding_causal", (3, 0)), Mask("padding", (2, 4)), Mask("padding", (0, 0)), Mask("padding_causal", (0, 0)))
+# ------------------------------------------------------------------------------------------------------------- peers: masks
+MASKS = (
+    CAUSAL,
+    FULL,
+    Mask("padding_causal", (3, 0)),
+    Mask("padding", (2, 4)),
+    Mask("padding", (0, 0)),
+    Mask("padding_causal", (0, 0)),
+)
 
 
 def band_of(mask: Mask) -> Band:
@@ -267,7 +294,7 @@ def band_of(mask: Mask) -> Band:
 
 
 def window_visible(causal: bool, window_size: tuple[int, int], length: int) -> Tensor:
-    """What FlashAttention documents: row i sees keys [i - left, i + right] for equal lengths, -1 is unbounded; causal: none after i."""
+    """FlashAttention's documented rule for equal lengths: row i sees keys [i - left, i + right], -1 is unbounded."""
     i, j = torch.arange(length)[:, None], torch.arange(length)[None]
     left, right = window_size
     seen = ((j >= i - left) | (left < 0)) & ((j <= i + right) | (right < 0))
@@ -306,7 +333,7 @@ def test_a_diagonal_at_the_top_left_is_refused() -> None:
     assert peers.window_of(Band(bottom_right=False)) == (-1, -1)
 
 
-# ----------------------------------------------------------------------------------------------------------- peers: computations
+# ------------------------------------------------------------------------------------------------------- peers: computations
 def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, window_size: tuple[int, int]) -> Tensor:
     """Dense attention of each sequence under FlashAttention's mask arguments."""
     assert q.shape[2] == v.shape[2], "these libraries take one width"
@@ -321,14 +348,31 @@ def packed(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, causal: bool, wi
 
 
 def flash_attn_varlen_func(
-    q: Any, k: Any, v: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, causal: bool = False, window_size: tuple[int, int] = (-1, -1)
+    q: Any,
+    k: Any,
+    v: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
 ) -> Tensor:
     assert max_q == max_k == int(cu_q.diff().max())
     return packed(q, k, v, cu_q, causal, window_size)
 
 
 def varlen_attn_2_11(
-    query: Any, key: Any, value: Any, cu_q: Any, cu_k: Any, max_q: int, max_k: int, *, scale: Any = None, window_size: Any = (-1, -1)
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_q: Any,
+    cu_k: Any,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: Any = None,
+    window_size: Any = (-1, -1),
 ) -> Tensor:
     return packed(query, key, value, cu_q, False, window_size)
 
@@ -429,12 +473,16 @@ def set_up(**sizes: int) -> tuple[mixed.Setup, PackedInputs]:
     """A small work on the CPU, all masks interleaved, as benchmarks.mixed prepares one on a GPU."""
     lengths = (5, 17, 1, 9, 12, 8, 3, 20)
     masks = MASKS[:4]
-    work = Work("small", lengths, masks, tuple(n % 4 for n in range(8)), "interleaved", **{"num_heads": 4, "num_gqa_groups": 4, **sizes})
+    work = Work(
+        "small", lengths, masks, tuple(n % 4 for n in range(8)), "interleaved", **{"num_heads": 4, "num_gqa_groups": 4, **sizes}
+    )
     inputs = build(work.case(dtype=torch.float32))
     bands = [band_of(mask) for mask in masks]
     tensors = (inputs.q, inputs.k, inputs.v, inputs.grad_out, inputs.cu_seqlens_q)
     assert inputs.prepared is not None
-    return mixed.Setup("small", work, *tensors, inputs.prepared, bands, list(work.owner), {"work": "small", "tokens": sum(lengths)}), inputs
+    return mixed.Setup(
+        "small", work, *tensors, inputs.prepared, bands, list(work.owner), {"work": "small", "tokens": sum(lengths)}
+    ), inputs
 
 
 SIZES = {"mha": {}, "gqa": {"num_gqa_groups": 2}, "mla": {"head_dim_qk": 24, "head_dim_v": 16}}
@@ -494,7 +542,7 @@ def test_wider_values_are_refused() -> None:
         peers.grouped(s, lambda *args: args[0])
 
 
-# --------------------------------------------------------------------------------------------------------------- peers: the rows
+# ----------------------------------------------------------------------------------------------------------- peers: the rows
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """Timing that calls once and tells 1 ms."""
@@ -517,7 +565,10 @@ def test_rows_of_the_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
     seen = [(row["dispatch"], row["graphed"], row["backward"]) for row in rows]
     passes = [(graphed, backward) for backward in (False, True) for graphed in (False, True)]
     assert seen == [
-        (dispatch, *how) for dispatch in peers.DISPATCHES for how in passes if dispatch != "transformer_engine_grouped" or not how[0]
+        (dispatch, *how)
+        for dispatch in peers.DISPATCHES
+        for how in passes
+        if dispatch != "transformer_engine_grouped" or not how[0]
     ]
     for row in rows:
         assert row["ms"] == 1.0 and "error" not in row and row["backend"] == row["dispatch"] and row["selection"] is None

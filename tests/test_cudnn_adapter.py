@@ -140,8 +140,8 @@ def test_bounds_of_a_band() -> None:
 
 
 def test_offsets_are_wide_only_where_they_must_be() -> None:
-    assert not adapter.needs_wide_offsets(1 << 20, 1 << 10, [2047, 64])
-    assert adapter.needs_wide_offsets(1 << 10, 1 << 20, [2048, 64])
+    assert not adapter.needs_wide_offsets(1 << 20, 1 << 10, [2047, 64], [4096])
+    assert adapter.needs_wide_offsets(1 << 10, 1 << 20, [64], [2048, 64])
 
 
 # ------------------------------------------------------------------------------------------------- what a graph reads and is

@@ -170,7 +170,7 @@ def test_validate_accepts(arguments: dict[str, object]) -> None:
             {"cu_seqlens_q": cu(0, 3, 5), "cu_seqlens_q_padded": cu(0, 2, 9)},
             "cu_seqlens_q: sequence 0 has 3 tokens, but cu_seqlens_q_padded gives it a slot of 2",
         ),
-        ({"cu_seqlens_q": cu(0, 3), "cu_seqlens_q_padded": cu(1, 5)}, "cu_seqlens_q_padded must start with 0, got 1"),
+        ({"cu_seqlens_q": cu(0, 3), "cu_seqlens_q_padded": cu(-1, 5)}, "cu_seqlens_q_padded must start with 0, got -1"),
         (
             {"cu_seqlens_q": cu(0, 3), "cu_seqlens_q_padded": cu(0, 5), "total_q": 4},
             "cu_seqlens_q: the last entry is 5, beyond the 4 rows of q",

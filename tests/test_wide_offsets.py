@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_attn_ops import AttentionParams, attention, plan as plans
+from te_attn_ops import AttentionParams, attention
 from te_attn_ops.backends import get_backend
 from te_attn_ops.backends.cudnn import static_refusals
 
@@ -28,6 +28,11 @@ def test_cudnn_refuses_training_alone(training: bool) -> None:
 @pytest.mark.parametrize(("tokens", "wide"), [(131_071, False), (131_072, True), (140_000, True)])
 def test_a_call_tells_its_size(tokens: int, wide: bool) -> None:
     q = torch.empty(tokens, 128, 128, dtype=torch.bfloat16, device="meta")
-    assert attention._is_wide(q, q[:1], 128) == wide
-    assert attention._is_wide(q[:1], q, 128) == wide
-    assert plans.WIDE_OFFSETS & ~(plans.GAPS | plans.CONTIGUOUS | plans.TRAINING | plans.EQUAL_LENGTHS) == plans.WIDE_OFFSETS
+    assert attention._is_wide(q, q[:1], q[:1]) == wide
+    assert attention._is_wide(q[:1], q, q) == wide
+
+
+def test_widths_count_as_kernels_pad_them() -> None:
+    """165,000 rows of 128 heads of 100 are below 2^31 elements, of 104 above."""
+    q = torch.empty(165_000, 128, 100, dtype=torch.bfloat16, device="meta")
+    assert q.numel() < 1 << 31 and attention._is_wide(q, q, q)

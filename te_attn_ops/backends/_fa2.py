@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import rows
-from ..environment import compute_capability
+from ..environment import compute_capability, on_forget
 from ..masks import Band
 from ..params import AttentionParams
 from .base import Backend, BackwardCall, Call, ForwardCall, bottom_right_only_refusals, common_fused_refusals
@@ -158,6 +158,7 @@ class Fa2Backend(Backend):
 
     switches = ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V2")
     in_place = False
+    reads_lens = False
     fills_given_buffers = False
     build_may_lack_kernels = False
 
@@ -231,6 +232,9 @@ _PROBE_TOKENS = 8
 def forget_probes() -> None:
     """Makes :func:`probe` ask the libraries again."""
     _PROBED.clear()
+
+
+on_forget(forget_probes)
 
 
 def probe(backend: Backend, p: AttentionParams) -> str | None:

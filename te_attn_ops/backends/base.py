@@ -136,6 +136,7 @@ class Backend:
         switches: the NVTE_* variables of which any set to 0 turns it off.
         single_launch: whether it takes all policies in one call, through a plan made ahead.
         in_place: whether it addresses any subset without copies; others are offered the dispatch "grouped" by themselves.
+        reads_lens: whether it reads lens_* although cu_seqlens are plain.
         loads_whole_tiles: whether a non-finite value in rows outside a sequence can reach that sequence's results.
     """
 
@@ -143,6 +144,7 @@ class Backend:
     switches: tuple[str, ...] = ()
     single_launch: bool = False
     in_place: bool = True
+    reads_lens: bool = True
     loads_whole_tiles: bool = False
 
     def version(self) -> str | None:

@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..environment import compute_capability, package_version, version_tuple
+from ..environment import compute_capability, on_forget, package_version, version_tuple
 from ..masks import Band
 from ..params import SEQLEN_BUCKETS, AttentionParams, round_up
-from ..rows import fill_keyless_rows, fill_unseen_grads
+from ..rows import band_sides, fill_keyless_rows, fill_unseen_grads
 from .base import Backend, BackwardCall, Call, ForwardCall, common_fused_refusals
 
 # Sequences per graph: powers of two and the middle between them. Idle entries cost an early exit per thread block.
@@ -158,9 +158,9 @@ def call_class(
     return batch_bucket(num_seqs), seqlen_q, seqlen_kv, *band_bounds(band, equal_lengths, seqlen_q, seqlen_kv)
 
 
-def needs_wide_offsets(total_q: int, total_kv: int, rows: list[int]) -> bool:
-    """Whether an offset may pass 2^31 elements, given the row strides. The longer side stands for both: wide is never wrong."""
-    return (total_q if total_q > total_kv else total_kv) * max(rows) >= 1 << 31
+def needs_wide_offsets(total_q: int, total_kv: int, rows_q: list[int], rows_kv: list[int]) -> bool:
+    """Whether an offset may pass 2^31 elements, given the row strides over each side."""
+    return total_q * max(rows_q) >= 1 << 31 or total_kv * max(rows_kv) >= 1 << 31
 
 
 def forward_spec(call: ForwardCall, in_place: bool = False) -> GraphSpec:
@@ -176,7 +176,7 @@ def forward_spec(call: ForwardCall, in_place: bool = False) -> GraphSpec:
     return GraphSpec(
         False, q.device.index, q.dtype, batch, heads, heads_kv, width_qk, width_v, seqlen_q, seqlen_kv, strides,
         left, right, bottom_right, call.scale, stats, total_q if in_place else 0, 0, 0, False,
-        needs_wide_offsets(total_q, total_kv, [strides[0][0], strides[1][0], strides[2][0], strides[3][0]]),
+        needs_wide_offsets(total_q, total_kv, [strides[0][0], strides[3][0]], [strides[1][0], strides[2][0]]),
     )  # fmt: skip
 
 
@@ -191,11 +191,12 @@ def backward_spec(call: BackwardCall) -> GraphSpec:
     )
     # The deterministic workspace holds scores of every entry, so there an idle one costs memory.
     batch = num_seqs if call.deterministic else batch
-    rows = [*[stride[0] for stride in strides], heads * width_qk, heads_kv * max(width_qk, width_v)]
+    rows_q = [strides[0][0], strides[3][0], strides[4][0], heads * width_qk]
+    rows_kv = [strides[1][0], strides[2][0], heads_kv * max(width_qk, width_v)]
     return GraphSpec(
         True, q.device.index, q.dtype, batch, heads, heads_kv, width_qk, width_v, seqlen_q, seqlen_kv, strides,
         left, right, bottom_right, call.scale, LSE_TOKEN_MAJOR, 0, total_bucket(total_q), total_bucket(total_kv),
-        call.deterministic, needs_wide_offsets(total_q, total_kv, rows),
+        call.deterministic, needs_wide_offsets(total_q, total_kv, rows_q, rows_kv),
     )  # fmt: skip
 
 
@@ -553,7 +554,7 @@ class GraphCache:
 
     def put(self, spec: GraphSpec, graph: Graph) -> None:
         excess = max(0, len(self._graphs) + 1 - self._capacity)
-        for old in [key for key, value in self._graphs.items() if not value.pinned][:excess]:
+        for old in [key for key, value in list(self._graphs.items()) if not value.pinned][:excess]:
             self._graphs.pop(old, None)
         self._graphs[spec] = graph
 
@@ -571,6 +572,7 @@ class Cudnn(Backend):
         self._graphs = GraphCache()
         self._in_place_totals: dict[GraphSpec, list[int]] = {}
         self._probed: dict[tuple[GraphSpec, int], str] = {}
+        on_forget(self._probed.clear)
         self._lock = threading.RLock()
         self._handles: dict[int, Handle] = {}
 
@@ -611,7 +613,7 @@ class Cudnn(Backend):
     def backward(self, call: BackwardCall) -> None:
         # Seen on an H200 (cuDNN 9.19): with q in another layout than dq, dq was wrong, or the kernel crashed.
         call.q, call.k, call.v = call.q.contiguous(), call.k.contiguous(), call.v.contiguous()
-        call.out, call.grad_out = _heads_together(call.out), _heads_together(call.grad_out)
+        call.out, call.grad_out = call.out.contiguous(), call.grad_out.contiguous()
         spec = backward_spec(call)
         graph = self._graphs.get(spec) or self._build(spec)
         stats = _token_major_stats(call.lse)
@@ -731,18 +733,15 @@ def _frontend() -> Any:
 def _spread_stats(call: ForwardCall, first: Tensor, second: Tensor) -> None:
     """lse, and max_logit where wanted, from what a forward graph wrote token-major."""
     from ..kernels import cudnn_offsets as kernels
-    from ..kernels.rows import UNBOUNDED
 
     rows, heads = first.shape
     band, lse, max_logit = call.band, call.lse, call.max_logit
-    left = UNBOUNDED if band.left is None else min(band.left, UNBOUNDED)
-    right = UNBOUNDED if band.right is None else min(band.right, UNBOUNDED)
     tensors = (lse, lse if max_logit is None else max_logit, first, second, call.starts_q, call.lens_q, call.lens_kv)
     block = kernels.block_heads(heads)
     row_blocks = -(-max(1, min(call.max_seqlen_q, rows)) // kernels.BLOCK_ROWS)
     grid = (call.lens_q.shape[1], row_blocks, -(-heads // block))
     constexprs = (max_logit is not None, band.bottom_right, kernels.BLOCK_ROWS, block)
-    kernels.spread_stats(grid, (*tensors, rows, heads, left, right), constexprs, first.device)
+    kernels.spread_stats(grid, (*tensors, rows, heads, *band_sides(band)), constexprs, first.device)
 
 
 def _token_major_stats(lse: Tensor) -> Tensor:

@@ -186,6 +186,7 @@ class Flash3(Backend):
     switches = ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V3")
     # TMA brings in whole tiles; the rows of a neighbour are masked only after P V, where 0 times NaN is NaN.
     loads_whole_tiles = True
+    reads_lens = False
 
     def version(self) -> str | None:
         return package_version("flash-attn-3", module="flash_attn_3") or package_version(

@@ -632,6 +632,7 @@ class Flash4(Backend):
     name = "flash4"
     switches = ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V4")
     loads_whole_tiles = True
+    reads_lens = False
 
     def __init__(self) -> None:
         self.fallbacks: dict[tuple[Any, ...], str] = {}

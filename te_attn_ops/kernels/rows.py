@@ -19,6 +19,9 @@ def outside(starts, lens, n, num_seqs, num_policies, rows):
     lo = hi * 0
     if n < num_seqs:
         lo = tl.load(starts + n)
+        if num_policies == 0:
+            # Plain cu_seqlens: no slot but the last has rows beyond its sequence.
+            lo = tl.load(starts + n + 1)
         for p in range(num_policies):
             lo += tl.load(lens + p * num_seqs + n)
         hi = rows
@@ -148,7 +151,7 @@ def copy_kernel(
     n = tl.program_id(0)
     split = tl.program_id(1)
     splits = tl.num_programs(1)
-    length = tl.load(lens + n)
+    length = tl.load(lens + n).to(tl.int64)
     start = tl.load(starts + n).to(tl.int64)
     lane = tl.arange(0, BLOCK)
     for pair in tl.static_range(3):
@@ -159,7 +162,7 @@ def copy_kernel(
             dst, src, width = dst2, src2, WIDTH2
         if width > 0:
             base = start * width
-            for offset in range(split * BLOCK, length * width, splits * BLOCK):
+            for offset in range(split.to(tl.int64) * BLOCK, length * width, splits * BLOCK):
                 mask = offset + lane < length * width
                 tl.store(dst + base + offset + lane, tl.load(src + base + offset + lane, mask=mask), mask=mask)
 
