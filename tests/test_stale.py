@@ -54,7 +54,8 @@ def test_self_attention_needs_as_many_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    ("scale", "error"), [(torch.tensor(0.2), TypeError), ("x", TypeError), (0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError)]
+    ("scale", "error"),
+    [(torch.tensor(0.2), TypeError), ("x", TypeError), (0.0, ValueError), (-1.0, ValueError), (float("nan"), ValueError)],
 )
 def test_softmax_scale(scale: object, error: type[Exception]) -> None:
     q = torch.randn(16, 2, 8)
