@@ -53,7 +53,7 @@ class Size(NamedTuple):
     compiler: str
 
 
-FULL = Size(PAIRS, PAD_COST_PAIRS, (4096,) * 4, 16, 2048, torch.bfloat16, "cuda", 400.0, (5, 25), "inductor")
+FULL = Size(PAIRS, PAD_COST_PAIRS, (4096,) * 4, 16, 2048, torch.bfloat16, "cuda", 150.0, (5, 25), "inductor")
 SMOKE = Size(((24, 16), (16, 24)), ((24, 16),), (40, 24), 2, 32, torch.float32, "cpu", 1.0, (2, 2), "aot_eager")
 
 

@@ -130,7 +130,7 @@ def as_if_on_cuda() -> Iterator[None]:
     with (
         mock.patch.object(torch.Tensor, "is_cuda", property(lambda self: True), create=True),
         mock.patch.object(rows, "_triton_installed", lambda: False),
-        mock.patch.object(execution, "_device_guard", lambda x: contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_device", lambda: None),  # as the index of a CPU tensor's device
         mock.patch.object(execution, "kernel_ready", lambda x: x.contiguous()),
     ):
         yield

@@ -7,7 +7,10 @@ widths and masks are shared between tests: each new combination costs some backe
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import fcntl
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -367,6 +370,16 @@ def test_capture_without_max_seqlen_says_what_to_do() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------------------- scale
+@pytest.fixture
+def alone_with_large_tensors() -> Iterator[None]:
+    """One process at a time: several of these tests do not fit beside each other."""
+    with (Path(tempfile.gettempdir()) / "te_attn_ops_large_tensors.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("alone_with_large_tensors")
 def test_offsets_beyond_two_to_the_31st(backend: str) -> None:
     """140,000 rows of 128 heads of 128: the last sequence's rows begin beyond 2^31 elements and must equal the same sequence alone."""
     tokens, heads, width, length = 140_000, 128, 128, 1024
