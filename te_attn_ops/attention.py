@@ -61,7 +61,8 @@ def thd_attention(
         cu_seqlens_q, cu_seqlens_kv: [N + 1] int32 or int64 on the device of q: token offsets of the sequences. cu_seqlens_kv None,
             or the same object as cu_seqlens_q, says that every sequence has as many query as key tokens; two tensors do not,
             equal contents or not.
-        max_seqlen_q, max_seqlen_kv: upper bounds in tokens; a larger one changes nothing but speed. Missing ones are read from
+        max_seqlen_q, max_seqlen_kv: upper bounds in tokens. A larger one changes nothing but speed; a smaller one is wrong, which only
+            TE_ATTN_OPS_VALIDATE=1 and CPU tensors have checked. Missing ones are read from
             cu_seqlens in eager (one sync) and refused under compile and capture. kv defaults to q in self-attention.
         cu_seqlens_q_padded, cu_seqlens_kv_padded: [N + 1] where each sequence's slot starts, if there are gaps; the sequence is the
             first cu_seqlens[n+1] - cu_seqlens[n] rows of its slot.
