@@ -160,7 +160,8 @@ def test_the_backward_op_itself_refuses() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ torch.func, dual mode
 def _of_q(inputs: PackedInputs) -> Callable[[Tensor], Tensor]:
-    return lambda q: thd_attention(q, inputs.k.detach(), inputs.v.detach(), **inputs.arguments()).sum()
+    k, v, arguments = inputs.k.detach(), inputs.v.detach(), inputs.arguments()
+    return lambda q: thd_attention(q, k, v, **arguments).sum()
 
 
 _TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
@@ -177,12 +178,14 @@ _TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Any]] = {
 def test_torch_func_is_refused(transform: str, compiled: bool) -> None:
     """In compiled code requires_grad reads False inside a transform: without the refusal the gradient would be a silent zero."""
     inputs = build(PackedCase((5, 9)))
+    of_q = _of_q(inputs)
 
     def run(q: Tensor) -> Any:
-        return _TRANSFORMS[transform](_of_q(inputs), q)
+        return _TRANSFORMS[transform](of_q, q)
 
     function = counted(run, backend="eager")[0] if compiled else run
-    with pytest.raises(Exception, match=r"does not work inside a torch\.func transform|NotImplementedError|graph break|Unsupported"):
+    # torch 2.8 leaves the message of an error out that a trace met.
+    with pytest.raises(Exception, match=r"does not work inside a torch\.func transform|Observed exception"):
         function(inputs.q.detach())
 
 
@@ -262,6 +265,7 @@ def test_anomaly_mode() -> None:
 # ---------------------------------------------------------------------------------------------------------------------- autocast
 @pytest.mark.parametrize("backend", ["none", *BACKENDS])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@functorch_config.patch(enable_autograd_cache=False)  # torch 2.8 finds one autocast dtype's graph for another there
 def test_autocast_of_a_layer(dtype: torch.dtype, backend: str) -> None:
     """Projections in the low precision, attention in what they give; the same numbers compiled, parameters' gradients float32."""
     torch.manual_seed(0)
@@ -294,7 +298,8 @@ def test_autocast_does_not_reach_into_the_op() -> None:
 def test_mixed_dtypes_are_refused(compiled: bool) -> None:
     inputs = build(CASE)
     function = counted(backend="eager")[0] if compiled else thd_attention
-    with pytest.raises(Exception, match=r"v must have the dtype of q, torch\.float32; got torch\.bfloat16"):
+    # torch 2.8 leaves the message of an error out that a trace met.
+    with pytest.raises(Exception, match=r"v must have the dtype of q, torch\.float32; got torch\.bfloat16|Observed exception"):
         function(inputs.q, inputs.k, inputs.v.bfloat16(), **inputs.arguments())
 
 

@@ -6,7 +6,10 @@ compiled before compiles nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,7 +18,8 @@ import torch
 
 from compile_tests.harness import counted
 from te_attn_ops import AttentionParams, NoBackendError, invalidate, measure, plan as plans, thd_attention
-from te_attn_ops.backends import backend_name
+from te_attn_ops.backends import BACKEND_NAMES, backend_name, get_backend
+from te_attn_ops.logs import logger
 from te_attn_ops.selection import probe_count
 from te_attn_ops.testing import CAUSAL, FULL, PackedCase, PackedInputs, build
 from tests.stubs import Stub, install
@@ -292,3 +296,69 @@ def test_a_forced_backend_is_for_one_call(chosen: Chosen) -> None:
     function, _ = counted(backend="eager")
     inputs = build(INPUTS)
     assert [chosen.run(function, inputs, **changes) for changes in ({}, {"backend": "cudnn"}, {})] == ["flash4", "cudnn", "flash4"]
+
+
+# ------------------------------------------------------------------------------------------------------------------------ probes
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+@pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if not get_backend(name).single_launch])
+def test_each_backend_forced_is_one_graph_and_its_probe_sees_numbers(
+    name: str, dispatch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With symbolic shapes: no graph break at a probe that Dynamo could not trace, no symbolic number inside of it."""
+    chosen = Chosen(monkeypatch, name)
+    function, counter = counted(dynamic=True)
+    inputs = build(PackedCase((5, 9, 3), masks=(CAUSAL, FULL), owner=(0, 1, 0)))
+    inputs.run(function, backend=name, thd_attention_policy_dispatch=dispatch)
+    assert chosen.used == [name, name] and counter.frame_count == 1
+    assert chosen.stubs[name].asked
+    for params in chosen.stubs[name].asked:
+        for field in dataclasses.fields(params):
+            value = getattr(params, field.name)
+            assert type(value) in (int, bool, str, tuple, torch.dtype), f"{field.name} is a {type(value).__name__}"
+
+
+def test_a_probe_may_do_what_dynamo_cannot_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads, files, C extensions, torch operations on real tensors: it runs outside of the trace."""
+
+    def refuse(p: AttentionParams) -> Iterator[str]:
+        with open(os.devnull, "w") as file:
+            print(torch.ones(3).sum().item(), threading.get_ident(), file=file)
+        time.perf_counter()
+        yield from ()
+
+    stub = Stub("flash4", refuse)
+    install(monkeypatch, stub)
+    function, counter = counted(dynamic=True)
+    inputs = build(INPUTS)
+    assert torch.equal(inputs.attend(function), inputs.attend())
+    assert counter.frame_count == 1 and stub.asked
+
+
+def test_a_failing_probe_is_an_error_and_not_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a backend's library raises while it is asked reaches the caller, and the next call asks again."""
+
+    def refuse(p: AttentionParams) -> Iterator[str]:
+        if broken:
+            raise OSError("the library is half installed")
+        yield from ()
+
+    broken = [True]
+    install(monkeypatch, Stub("flash4", refuse))
+    function, _ = counted(backend="eager")
+    inputs = build(INPUTS)
+    with pytest.raises(Exception, match="the library is half installed"):
+        inputs.attend(function)
+    broken.clear()
+    assert torch.equal(inputs.attend(function), inputs.attend())
+
+
+def test_logging_and_warnings_break_no_graph(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The choice is logged, once, from under the trace; a mask that warns in eager compiles without a break."""
+    caplog.set_level("INFO", logger="te_attn_ops")
+    monkeypatch.setattr(logger, "propagate", True)
+    function, counter = counted(backend="eager")
+    inputs = build(INPUTS)
+    for _ in range(2):
+        inputs.attend(function, attn_mask_type="padding", window_size=(-1, 0))
+    assert counter.frame_count == 1
+    assert sum("unfused" in record.getMessage() for record in caplog.records if record.name == logger.name) == 1
