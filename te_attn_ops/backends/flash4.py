@@ -4,7 +4,7 @@ cu_seqlens = starts says where each sequence begins and seqused = lens how long 
 storage. Without seqused (one policy, no gaps) the library compiles a kernel of another kind that reads one tensor less.
 
 **Two ways to the same kernels.** The library's entries ``_flash_attn_fwd`` and ``_flash_attn_bwd`` validate, build a key of
-some 70 fields and look up a compiled kernel: 67 us of host time a forward call (kernels.md section 10.4). So the first call
+some 70 fields and look up a compiled kernel: 67 us of host time a forward call. So the first call
 of each key of our own goes through the entry while :class:`_Recorder` notes which kernels it launches with which arguments;
 if these are exactly the arguments that this file would pass, later calls launch the kernels themselves, else the key stays
 with the entry for good and :attr:`Flash4.fallbacks` says why. Only on sm90 and only with :data:`VERSION_READ`.
@@ -271,7 +271,7 @@ def _sm100_refusals(p: AttentionParams) -> Iterator[str]:
             # The packed dK and dV stores write whole 32-column steps: into the next row (Dao-AILab/flash-attention#2698).
             yield f"needs {name} to be a multiple of 32 to train on sm{p.sm}, found {width}"
     if 128 <= d < 256 and (dv // 2) % 32:
-        # TransformerEngine's rule (te_semantics.md section 3); b36 compiles (128, 96).
+        # TransformerEngine's rule; b36 compiles (128, 96).
         yield f"needs head_dim_v to be a multiple of 64 to train at head_dim_qk {d} on sm{p.sm}, found {dv}"
 
 
