@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from compile_tests.harness import assert_same, counted, run_script
+from compile_tests.harness import TORCH_MINOR, assert_same, counted, run_script
 from te_attn_ops import PreparedPolicies, invalidate, prepare_thd_policies, thd_attention
 from te_attn_ops.selection import probe_count
 from te_attn_ops.testing import CAUSAL, FULL, PackedCase, build, policy_list
@@ -82,6 +82,9 @@ def test_invalidate_beside_running_threads(monkeypatch: pytest.MonkeyPatch) -> N
     assert used[-1] == "unfused"
 
 
+@pytest.mark.skipif(
+    TORCH_MINOR < (2, 11), reason="torch before 2.11 shares its compile metrics between threads: two at once raise in torch"
+)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_two_threads_compile_and_run_at_once(backend: str) -> None:
     """Two functions of their own, forward and backward, while the other compiles or runs."""
