@@ -12,12 +12,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import environment, ops, packing, plan as plans, policies as policy_module, rows, selection
+from .execution import pad_head_dim as pad_to_width
 from .masks import Band, resolve_mask, warn_once
 from .params import SEQLEN_BUCKETS, round_up, seqlen_bucket
 from .policies import DISPATCHES, PreparedPolicies, prepare_thd_policies
@@ -105,20 +105,20 @@ def thd_attention(
         routing = _ROUTINGS.find(cu_seqlens, thd_attention_policies, q)
     else:
         routing = None
-    unseen = eager and routing is None
     if routing is None:
         pack = packing.make_packing(q, *cu_seqlens)
         prepared = _prepared(thd_attention_policies, pack)
-        if eager:
-            routing = _ROUTINGS.keep(cu_seqlens, prepared)
+        if eager and prepared is not thd_attention_policies:  # a list, perhaps met before
+            routing = _ROUTINGS.find(cu_seqlens, prepared, q)
     else:
         pack = packing.trusted_packing(*cu_seqlens)
         prepared = thd_attention_policies  # type: ignore[assignment]
     bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
     decide = _decide_eager if eager else _decide
     decision = decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
-    if unseen:
+    if eager and routing is None:
         _check_contents(pack, q, k, bound_q, bound_kv)
+        routing = _ROUTINGS.keep(cu_seqlens, prepared)
     if eager and decision.plan[1] & plans.PLAIN_CU_SEQLENS:
         subsets = packing.plain_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, copy=is_training)
     else:
@@ -130,7 +130,7 @@ def thd_attention(
     head_dim_v = v.shape[2]
     scale = operator.index(q.shape[2]) ** -0.5 if softmax_scale is None else _check_scale(softmax_scale)
     if decision.pad_outside:
-        q, k, v = (_pad(x, decision.pad_outside) for x in (q, k, v))
+        q, k, v = (pad_to_width(x, decision.pad_outside) for x in (q, k, v))
     op = ops.attention if is_training else ops.attention_forward
     out, lse, max_logit = op(q, k, v, *subsets, decision.single_launch, bound_q, bound_kv, scale, decision.plan)
     if out.shape[2] != head_dim_v:
@@ -514,7 +514,7 @@ def _decide(
         q.device,
         heads,
         head_dims,
-        tuple([(-1 if b.left is None else b.left, -1 if b.right is None else b.right, int(b.bottom_right)) for b in bands]),
+        tuple([band.as_ints() for band in bands]),
         bucket,
         flags & ~plans.CONTIGUOUS,
         pack.has_gaps,
@@ -605,10 +605,6 @@ def _single_launch_plan(
 
 
 # ------------------------------------------------------------------------------------------------------------------- tensors
-def _pad(x: Tensor, width: int) -> Tensor:
-    return x if operator.index(x.shape[-1]) == width else F.pad(x, (0, width - x.shape[-1]))
-
-
 def _sanitize(q: Tensor, k: Tensor, v: Tensor, pack: packing.Packing) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """q, k, v with 0 at rows of no sequence, and the mask [total_q, 1, 1] of q's real rows."""
     real_q = rows.subset_row_mask(pack.slots_q, pack.cu_seqlens_q[1:] - pack.cu_seqlens_q[:-1], q.shape[0])[:, None, None]

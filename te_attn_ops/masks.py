@@ -50,9 +50,14 @@ class Band(NamedTuple):
             return Band(self.left, self.right, True)
         return self
 
-    def keyless_rows_possible(self, equal_lengths: bool) -> bool:
-        """Whether a row of a non-empty sequence may see no key."""
-        return not equal_lengths
+    def as_ints(self) -> tuple[int, int, int]:
+        """(left, right, bottom_right), -1 for unbounded: the form in plans and in what Dynamo takes for a constant."""
+        return (-1 if self.left is None else self.left, -1 if self.right is None else self.right, int(self.bottom_right))
+
+    @classmethod
+    def from_ints(cls, left: int, right: int, bottom_right: int) -> Band:
+        """:meth:`as_ints` backwards."""
+        return cls(None if left < 0 else left, None if right < 0 else right, bool(bottom_right))
 
     def describe(self) -> str:
         if self.is_full:

@@ -48,9 +48,7 @@ class Plan(NamedTuple):
 def encode(flags: int, dispatch: int, width: int, bands: tuple[Band, ...], backends: tuple[int, ...]) -> list[int]:
     plan = [ABI, flags, dispatch, width]
     for band, backend in zip(bands, backends):
-        left = -1 if band.left is None else band.left
-        right = -1 if band.right is None else band.right
-        plan += [left, right, int(band.bottom_right), backend]
+        plan += [*band.as_ints(), backend]
     return plan
 
 
@@ -64,7 +62,7 @@ def decode(plan: tuple[int, ...]) -> Plan:
         raise ValueError(f"an attention plan has {HEADER} + {PER_POLICY} ints per policy, at least one policy; got {len(plan)}")
     bands, backends = [], []
     for at in range(HEADER, len(plan), PER_POLICY):
-        left, right, bottom_right, backend = plan[at : at + PER_POLICY]
-        bands.append(Band(None if left < 0 else left, None if right < 0 else right, bool(bottom_right)))
+        *band, backend = plan[at : at + PER_POLICY]
+        bands.append(Band.from_ints(*band))
         backends.append(backend)
     return Plan(plan[1], plan[2], plan[3], tuple(bands), tuple(backends))

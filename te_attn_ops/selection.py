@@ -414,7 +414,7 @@ def _request(
         num_gqa_groups=heads[1],
         head_dim_qk=head_dims[0],
         head_dim_v=head_dims[1],
-        bands=tuple(Band(None if b[0] < 0 else b[0], None if b[1] < 0 else b[1], bool(b[2])) for b in bands),
+        bands=tuple(Band.from_ints(*band) for band in bands),
         max_seqlen_q=max_seqlen[0],
         max_seqlen_kv=max_seqlen[1],
         equal_lengths=bool(flags & plans.EQUAL_LENGTHS),

@@ -607,7 +607,7 @@ class Cudnn(Backend):
         if stats != LSE_IN_PLACE:
             _spread_stats(call, written[0], written[-1])
         # Seen: rows of a sequence without keys are not written.
-        if call.band.keyless_rows_possible(call.equal_lengths):
+        if not call.equal_lengths:
             fill_keyless_rows(call)
 
     def backward(self, call: BackwardCall) -> None:
@@ -621,7 +621,7 @@ class Cudnn(Backend):
         tensors = [call.q, call.out, call.grad_out, stats, dq, call.k, call.v, dk, dv]
         self._pin_if_capturing(graph)
         graph.run(call, tensors, self._handle(spec.device))
-        if call.band.keyless_rows_possible(call.equal_lengths):
+        if not call.equal_lengths:
             fill_unseen_grads(call)
 
     # ------------------------------------------------------------------------------------------------------------- its graphs
