@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import io
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -159,9 +163,29 @@ def test_a_program_for_runs_of_neighbours_refuses_another_partition() -> None:
         program(*arguments(other)[:5], other.prepare())
 
 
+_PLAIN_PACKAGE = """
+import sys, torch
+program = torch.export.export(torch.nn.Linear(4, 4), (torch.ones(2, 4),))
+path = torch._inductor.aoti_compile_and_package(program, package_path=sys.argv[1])
+torch._inductor.aoti_load_package(path)(torch.ones(2, 4))
+"""
+
+
+@functools.cache
+def torch_loads_aot_inductor_packages() -> bool:
+    """A CUDA build of torch 2.11 was seen to crash in the loader on a package for the CPU, so there it is tried first, elsewhere."""
+    if torch.version.cuda is None:
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, "-c", _PLAIN_PACKAGE, str(Path(folder) / "plain.pt2")]
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 @pytest.mark.parametrize("kind", ["scalar", "policies"])
 def test_aot_inductor_package(kind: str, tmp_path: Path) -> None:
     """Compiled ahead of time into a package, loaded again, run on other shapes. The ops are this package's: import it first."""
+    if not torch_loads_aot_inductor_packages():
+        pytest.skip("this torch cannot load an AOTInductor package of a plain Linear")
     path = torch._inductor.aoti_compile_and_package(exported(kind, strict=False), package_path=str(tmp_path / "model.pt2"))
     assert_runs(torch._inductor.aoti_load_package(path), kind, 1e-5)
 

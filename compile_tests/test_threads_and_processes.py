@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -35,6 +36,22 @@ def at_once(count: int, work: Callable[[int], Any]) -> list[Any]:
 
     with ThreadPoolExecutor(count) as pool:
         return [future.result() for future in [pool.submit(run, n) for n in range(count)]]
+
+
+def patient(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls again where torch takes another thread's tracing for a nested one: its check is a flag of the whole process."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for _ in range(1000):
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                if "using FX to symbolically trace" not in str(error):
+                    raise
+                time.sleep(0.05)
+        raise AssertionError("another thread traces for ever")
+
+    return call
 
 
 # -------------------------------------------------------------------------------------------------------------------- threads
@@ -95,7 +112,7 @@ def test_two_threads_compile_and_run_at_once(backend: str) -> None:
         inputs = build(cases[n])
         function, counter = counted(lambda *args, **kwargs: thd_attention(*args, **kwargs), backend=backend)
         for _ in range(10):
-            assert_same(inputs.run(function), wants[n], 1e-5)
+            assert_same(inputs.run(patient(function)), wants[n], 1e-5)
         assert counter.frame_count == 1
 
     at_once(2, work)
@@ -105,7 +122,7 @@ def test_threads_share_one_compiled_function() -> None:
     function, counter = counted(dynamic=True)
     batches = [build(CASE.replace(lengths_q=(5 + n, 9, 3))) for n in range(4)]
     wants = [inputs.attend().detach() for inputs in batches]
-    results = at_once(4, lambda n: [batches[n].attend(function).detach() for _ in range(10)])
+    results = at_once(4, lambda n: [batches[n].attend(patient(function)).detach() for _ in range(10)])
     for thread, want in zip(results, wants):
         assert all(torch.equal(result, want) for result in thread)
     assert counter.frame_count <= 4

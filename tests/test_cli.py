@@ -264,6 +264,7 @@ def test_bench_runs_the_checkout(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     (tmp_path / "te_attn_ops").mkdir()
     (tmp_path / "benchmarks").mkdir()
     script = "import json, pathlib, sys; pathlib.Path('seen.json').write_text(json.dumps(sys.argv[1:])); sys.exit(5)"
+    (tmp_path / "benchmarks" / "__init__.py").write_text("")
     (tmp_path / "benchmarks" / "__main__.py").write_text(script)
     monkeypatch.setattr(te_attn_ops, "__file__", str(tmp_path / "te_attn_ops" / "__init__.py"))
     assert main(["bench", "--out", "x", "padding", "--help"]) == 5

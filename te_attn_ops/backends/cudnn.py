@@ -41,6 +41,7 @@ IN_PLACE_MULTIPLE = 1024
 # Totals of one shape class that get a graph of their own; a batch whose total keeps changing must not rebuild each step.
 MAX_IN_PLACE_TOTALS = 2
 MAX_DETERMINISTIC_BYTES = 8 << 30
+MAX_OPERANDS = 9  # ragged tensors of a graph: a backward's
 # cuDNN versions on which sm90 was seen to give right gradients for unequal widths of 128 or more, head_dim_qk up to 192: on an
 # H200, 160/128, 128/192, 192/160, 192/256 and 128/256, with and without fewer key/value heads. 256/128 was seen to be wrong there
 # (NaN in dk and dv). TransformerEngine refuses all of them from 9.11 on (read).
@@ -508,12 +509,14 @@ class Graph:
         self._words, self._pitch = layout.words, layout.pitch
         self._byte_offsets = layout.byte_offsets
         self._device = torch.device("cuda", spec.device)
-        multipliers = [operand.row for operand in operands(spec)]
-        self._multipliers = torch.tensor(multipliers, dtype=torch.int64, device=self._device)
+        # The row strides are arguments of the kernel, not a tensor: a graph may be built while an allocation belongs to the
+        # pool of a CUDA graph (torch.compile's reduce-overhead runs its first step so), where nothing may stay.
+        strides = [operand.row for operand in operands(spec)]
+        self._multipliers = (*strides, *[0] * (MAX_OPERANDS - len(strides)))
         block = min(1024, max(32, 1 << (layout.pitch - 1).bit_length()))
         self._grid = (layout.rows + 2, -(-layout.pitch // block), 1)
         self._constexprs = (layout.rows_q, layout.rows, layout.wide, block)
-        self._uids = range(1, len(multipliers) + len(self._byte_offsets) + 1)
+        self._uids = range(1, len(strides) + len(self._byte_offsets) + 1)
         self._execute = raw_execute(self._graph, len(self._uids))
 
     def run(self, call: Call, tensors: list[Tensor], handle: Handle) -> None:
@@ -522,8 +525,8 @@ class Graph:
 
         buffer = torch.empty(self._words, dtype=torch.int32, device=self._device)
         lens_q = call.lens_q
-        tables = (call.starts_q, call.starts_kv, lens_q, call.lens_kv, self._multipliers, buffer)
-        metadata(self._grid, (*tables, lens_q.shape[1], self._pitch), self._constexprs, self._device)
+        tables = (call.starts_q, call.starts_kv, lens_q, call.lens_kv, buffer)
+        metadata(self._grid, (*tables, lens_q.shape[1], self._pitch, *self._multipliers), self._constexprs, self._device)
         base = buffer.data_ptr()
         pointers = [tensor.data_ptr() for tensor in tensors]
         pointers += [base + offset for offset in self._byte_offsets]

@@ -14,15 +14,15 @@ from .launch import Launcher
 BLOCK_ROWS = 64
 MAX_BLOCK_HEADS = 32
 
-_METADATA_RUNTIME = ["starts_q", "starts_kv", "lens_q", "lens_kv", "multipliers", "out", "num_seqs", "pitch"]
+_METADATA_RUNTIME = ["starts_q", "starts_kv", "lens_q", "lens_kv", "out", "num_seqs", "pitch", *[f"m{n}" for n in range(9)]]
 
 
 @triton.jit(do_not_specialize=_METADATA_RUNTIME, do_not_specialize_on_alignment=_METADATA_RUNTIME)
 def metadata_kernel(
-    starts_q, starts_kv, lens_q, lens_kv, multipliers, out, num_seqs, pitch,
+    starts_q, starts_kv, lens_q, lens_kv, out, num_seqs, pitch, m0, m1, m2, m3, m4, m5, m6, m7, m8,
     ROWS_Q: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """ROWS rows of ragged offsets (token start * multiplier; the first ROWS_Q over q, the others over kv), int64 if WIDE, else
+    """ROWS rows of ragged offsets (token start * m0, m1, ...; the first ROWS_Q over q, the others over kv), int64 if WIDE, else
     int32; then the lengths of q and of kv, int32. Each row has pitch entries: those after the last sequence repeat the end,
     and have length 0."""
     row = tl.program_id(0)
@@ -31,7 +31,9 @@ def metadata_kernel(
     if row < ROWS:
         entry = tl.minimum(at, num_seqs)
         start = tl.where(row < ROWS_Q, tl.load(starts_q + entry), tl.load(starts_kv + entry))
-        offset = start.to(tl.int64) * tl.load(multipliers + row)
+        low = tl.where(row == 0, m0, tl.where(row == 1, m1, tl.where(row == 2, m2, m3)))
+        high = tl.where(row == 4, m4, tl.where(row == 5, m5, tl.where(row == 6, m6, tl.where(row == 7, m7, m8))))
+        offset = start.to(tl.int64) * tl.where(row < 4, low, high)
         if WIDE:
             tl.store(out.to(tl.pointer_type(tl.int64)) + row * pitch + at, offset, mask=inside)
         else:

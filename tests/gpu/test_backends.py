@@ -412,7 +412,16 @@ def test_offsets_beyond_two_to_the_31st(backend: str) -> None:
         "cu_seqlens_kv_padded": None,
     }
     inputs = PackedInputs(case, q, k, v, wide(alone.grad_out), **offsets)
-    actual = or_skip(inputs.run, **forced(inputs, backend))
+    try:
+        actual = inputs.run(**forced(inputs, backend))
+    except NoBackendError as error:
+        reason = str(error).splitlines()[-1].strip()
+    else:
+        reason = None
+    if reason is not None:
+        # A skip keeps its frames, and they would keep 60 GiB from the next test.
+        del inputs, q, k, v
+        pytest.skip(reason)
     expected = alone.run(**forced(alone, backend))
     for name in ("out", "dq", "dk", "dv"):
         got, want = getattr(actual, name)[-length:], getattr(expected, name)
