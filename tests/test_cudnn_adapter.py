@@ -337,6 +337,7 @@ def _spread_stats(call: ForwardCall, first: Tensor, second: Tensor) -> None:
 def backend(monkeypatch: pytest.MonkeyPatch) -> Cudnn:
     monkeypatch.setattr(adapter, "Graph", _StandIn)
     monkeypatch.setattr(adapter, "_frontend", lambda: None)
+    monkeypatch.setattr(adapter, "_apart", lambda device, work: work())
     monkeypatch.setattr(adapter, "_spread_stats", _spread_stats)
     monkeypatch.setattr(adapter, "_token_major_stats", lambda lse: torch.where(lse == -math.inf, math.inf, lse).t().contiguous())
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)

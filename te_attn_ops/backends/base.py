@@ -8,6 +8,7 @@ last entry is the physical end of the last slot, so it doubles as ``cu_seqlens``
 from __future__ import annotations
 
 import dataclasses
+import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -161,6 +162,17 @@ class Backend:
 
     def backward(self, call: BackwardCall) -> None:
         raise NotImplementedError
+
+
+def release_frames() -> None:
+    """After a library has built or compiled something for the first time.
+
+    An exception or a frame that a library leaves in a reference cycle holds the frames of its callers too: the user's tensors and
+    autograd graph would live until the next garbage collection. That is memory, and worse: a CUDA graph captured meanwhile fails
+    ("operation would make the legacy stream depend on a capturing blocking stream"), since the leaves' accumulation nodes live
+    on and belong to the stream of the first call (seen with cuDNN's frontend 1.32).
+    """
+    gc.collect()
 
 
 def common_fused_refusals(p: AttentionParams, *, max_head_dim: int = 256, min_sm: int = 80) -> Iterator[str]:

@@ -23,7 +23,8 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -473,12 +474,8 @@ def raw_execute(graph: Any, num_pointers: int) -> Callable[[int, int, int], None
 
 
 class Handle:
-    """A cuDNN handle of one device, and the stream it was last given.
-
-    One for all threads, under a lock: the backward runs in autograd's thread, and a handle of its own, first used on a capturing
-    stream by a backward, failed there (seen on an H200, cuDNN 9.19: "operation would make the legacy stream depend on a capturing
-    blocking stream"; forward and backward through one handle captured). The lock is held for launching and building alone.
-    """
+    """A cuDNN handle of one device, and the stream it was last given. One for all threads: the lock is held for launching and
+    building alone, which the interpreter would not let happen side by side either."""
 
     def __init__(self, cudnn: Any) -> None:
         self.handle = cudnn.create_handle()
@@ -666,7 +663,7 @@ class Cudnn(Backend):
             if graph is None:
                 handle = self._handle(spec.device)
                 with handle.lock:
-                    graph = Graph(_frontend(), handle, spec)
+                    graph = _apart(spec.device, lambda: Graph(_frontend(), handle, spec))
                 self._graphs.put(spec, graph)
         return graph
 
@@ -701,24 +698,49 @@ class Cudnn(Backend):
 
     def _probe(self, spec: GraphSpec) -> str:
         """Empty if the library takes the graph."""
-        which = "backward" if spec.backward else "forward"
         # What it would log is in the reason.
         logger = logging.getLogger("cudnn.pygraph")
         level = logger.level
         try:
-            with self._lock, torch.cuda.device(spec.device):
+            with self._lock:
                 logger.setLevel(logging.ERROR)
-                cudnn, handle = _frontend(), self._handle(spec.device)
+                handle = self._handle(spec.device)
                 with handle.lock:
-                    plan_graph(cudnn, describe_graph(cudnn, handle.handle, spec))
-        except Exception as error:  # whatever goes wrong here would go wrong in the call
-            kind = type(error).__name__
-            verb = "declines" if kind == "cudnnGraphNotSupportedError" else f"fails on ({kind})"
-            text = " ".join(str(error).split())  # may run to pages: each engine says why not
-            return f"cuDNN {verb} the {which} graph: {text[:400]}"
+                    return _apart(spec.device, lambda: _reason_to_decline(handle, spec))
         finally:
             logger.setLevel(level)
-        return ""
+
+
+def _reason_to_decline(handle: Handle, spec: GraphSpec) -> str:
+    cudnn = _frontend()
+    try:
+        plan_graph(cudnn, describe_graph(cudnn, handle.handle, spec))
+    except Exception as error:  # whatever goes wrong here would go wrong in the call
+        which = "backward" if spec.backward else "forward"
+        kind = type(error).__name__
+        verb = "declines" if kind == "cudnnGraphNotSupportedError" else f"fails on ({kind})"
+        text = " ".join(str(error).split())  # may run to pages: each engine says why not
+        return f"cuDNN {verb} the {which} graph: {text[:400]}"
+    return ""
+
+
+_T = TypeVar("_T")
+
+
+def _apart(device: int, work: Callable[[], _T]) -> _T:
+    """What ``work`` returns or raises, done in a thread of its own.
+
+    The frontend keeps an exception in a local variable of the frame that caught it. Here the frames that such a cycle holds end
+    with the thread's; see :func:`te_attn_ops.backends.base.release_frames` for what happens else. A collection would do
+    too, but probes are many.
+    """
+
+    def run() -> _T:
+        with torch.cuda.device(device):
+            return work()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
 
 
 def _heads_together(x: Tensor) -> Tensor:

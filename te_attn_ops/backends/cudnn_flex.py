@@ -22,6 +22,7 @@ import functools
 import io
 import logging
 import math
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -33,7 +34,7 @@ from torch import Tensor
 from .. import environment
 from ..masks import Band
 from ..params import SEQLEN_BUCKETS, AttentionParams
-from .base import Backend, BackwardCall, Call, ForwardCall, common_fused_refusals
+from .base import Backend, BackwardCall, Call, ForwardCall, common_fused_refusals, release_frames
 
 _LOG = logging.getLogger(__name__)
 _SUPPORTED_VERSION = (1, 32)
@@ -182,8 +183,7 @@ class CudnnFlex(Backend):
         """The mask of one batch geometry as plain tensors, for any number of layers and steps. Eager only: it syncs twice.
 
         It also compiles the kernels that calls with this plan need (about 10 s the first time in a process), so that a capture
-        may follow. Works on the current stream. Its time grows with N^2 * num_gqa_groups (a sort in one thread): a few ms up to
-        64 sequences.
+        may follow. Works on the current stream.
 
         Args:
             starts_q, starts_kv: [N + 1] int32, the last entry being the end of the last slot. lens_q, lens_kv: [P, N] int32.
@@ -403,7 +403,7 @@ def _pack(
         # The planner looks at shapes and dtypes only.
         return torch.empty(width, dtype=spec.dtype, device=spec.device).expand(count, heads, width)
 
-    with _quiet():
+    with _quiet(), _own_schedule():
         plan = create_mask_plan(
             mask,
             phantom(rows[0], spec.num_heads, spec.head_dim_qk),
@@ -416,6 +416,32 @@ def _pack(
             build_backward=training,
         )
     return plan._packed_plan
+
+
+_SCHEDULE_LOCK = threading.Lock()
+
+
+@contextlib.contextmanager
+def _own_schedule() -> Iterator[None]:
+    """Puts :mod:`te_attn_ops.kernels.flex_schedule` in the place of the library's sort of the forward's tasks, which takes longer
+    than the rest of the planner. A thread that uses the library meanwhile gets as good an order."""
+    from cudnn.flex_attention.plan import builder
+
+    from ..kernels.flex_schedule import forward_schedule
+
+    theirs = builder._build_forward_schedule
+
+    def ours(config: Any, partial_counts: Tensor, full_counts: Tensor, **geometry: Any) -> tuple[Tensor | None, Tensor]:
+        one_mask = config.is_varlen and partial_counts.shape[0] == 1 and geometry["total_m_blocks"] > 0
+        schedule = forward_schedule if one_mask and config.arch == 90 else theirs
+        return schedule(config, partial_counts, full_counts, **geometry)
+
+    with _SCHEDULE_LOCK:
+        builder._build_forward_schedule = ours
+        try:
+            yield
+        finally:
+            builder._build_forward_schedule = theirs
 
 
 @contextlib.contextmanager
@@ -522,12 +548,14 @@ def _write(data: Tensor, sections: dict[str, _Section], built: _Built) -> None:
     always spare and has no key blocks. The kernel loads a tile of Q there (zeros or the tail), finds nothing to see, and its
     stores fall outside the sequence's bounds.
     """
-    for name, source in _sources(built).items():
-        at, extents = sections[name]
-        used = source.numel()
-        data[at : at + used].copy_(source.reshape(-1).view(torch.int32))
-        if name.endswith("_count"):
-            data[at + used : at + math.prod(extents)].zero_()
+    sources = {name: source.reshape(-1).view(torch.int32) for name, source in _sources(built).items()}
+    filled = {name: source for name, source in sources.items() if source.numel()}
+    torch._foreach_copy_([data[sections[name][0] :][: source.numel()] for name, source in filled.items()], list(filled.values()))
+    for direction in ("forward", "backward"):
+        for name in (f"{direction}.partial_count", f"{direction}.full_count"):
+            if name in sources:
+                at, extents = sections[name]
+                data[at + sources[name].numel() : at + math.prod(extents)].zero_()
     at, extents = sections["forward.tasks"]
     spare = data[at : at + math.prod(extents)].view(extents)[built.packed.fwd_work_desc.shape[0] :]
     last = built.cu_q.shape[0] - 2
@@ -632,6 +660,7 @@ def _sample(spec: _Spec, training: bool) -> _Sample:
 def _compiling(spec: _Spec) -> Iterator[None]:
     with torch.cuda.device(spec.device), torch.inference_mode(False), torch.no_grad(), _quiet():
         yield
+    release_frames()
 
 
 @functools.cache

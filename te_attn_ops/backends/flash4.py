@@ -47,7 +47,7 @@ from torch import Tensor
 from ..environment import compute_capability, package_version, version_tuple
 from ..masks import Band
 from ..params import AttentionParams, round_up
-from .base import Backend, BackwardCall, Call, ForwardCall, bottom_right_only_refusals, common_fused_refusals
+from .base import Backend, BackwardCall, Call, ForwardCall, bottom_right_only_refusals, common_fused_refusals, release_frames
 
 DISTRIBUTION = "flash-attn-4"
 VERSION_READ = "4.0.0b36"
@@ -697,6 +697,7 @@ class Flash4(Backend):
         used = (_aligned(used[0]), _aligned(used[1]))  # type: ignore[assignment]
         with self._lock, _recording(_interface(), way.entries) as launched:
             way.official(call, mask, used)
+        release_frames()
         if not launched:
             return  # no tokens: this call says nothing about the next
         difference = _difference(way.launches(call, mask, used), launched, _tensors(call, used))

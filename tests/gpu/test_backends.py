@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import gc
 import tempfile
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -367,6 +369,24 @@ def test_capture_without_max_seqlen_says_what_to_do() -> None:
     with pytest.raises(ValueError, match="max_seqlen_q is needed during CUDA graph capture"), torch.cuda.graph(graph):
         thd_attention(inputs.q, inputs.k, inputs.v, inputs.cu_seqlens_q)
     torch.cuda.synchronize()
+
+
+def test_a_first_call_keeps_no_tensor_alive(backend: str) -> None:
+    """Libraries build and compile under the first call of a kind, and may leave its frames in reference cycles. What they held
+    would live until a collection, and a capture before that would fail (cuDNN's frontend did this)."""
+    options: dict[str, Any] = {"num_heads": 6, "num_gqa_groups": 2, "head_dim_qk": 64, "dtype": torch.bfloat16}
+    owner = (0, 0) if is_single_launch(backend) else None
+    inputs = sample(PackedCase((70, 33), masks=(Mask("padding_causal", (48, 0)),), owner=owner, **options), backend)
+    gc.collect()
+    gc.disable()
+    try:
+        out = or_skip(inputs.attend, **forced(inputs, backend))
+        torch.autograd.grad(out, (inputs.q, inputs.k, inputs.v), inputs.grad_out)
+        kept = [weakref.ref(x) for x in (out, inputs.q, inputs.k, inputs.v)]
+        del out, inputs
+        assert [reference() for reference in kept] == [None] * 4
+    finally:
+        gc.enable()
 
 
 # ----------------------------------------------------------------------------------------------------------------------- scale
