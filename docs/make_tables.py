@@ -110,6 +110,13 @@ def _ratio(a: float | None, b: float | None) -> str | None:
 MIXED = "mixed_h200.json"
 _MIXED_KINDS = ("ideal", "padded", "single_launch", "grouped", "flex_flash", "flex_triton")
 _OURS = ("padded", "single_launch", "grouped")
+# By backend: the rows (backend, dispatch) that gather by hand with the same kernel.
+_BY_HAND = {
+    "flash4": ("flash4", "grouped_by_hand"),
+    "cudnn": ("cudnn", "grouped_by_hand"),
+    "flash2": ("flash_attn_grouped", "flash_attn_grouped"),
+    "torch_flash": ("varlen_attn", "varlen_attn"),
+}
 
 
 class Mixed:
@@ -153,16 +160,21 @@ def mixed_times(mixed: Mixed) -> str:
 
 
 def mixed_backends(mixed: Mixed) -> str:
-    """Per work and backend: its padded dispatch against its own ideal and against its grouped dispatch, forward + backward."""
+    """Per work and backend: its padded dispatch against its own ideal, its grouped dispatch, and the same kernel on rows gathered
+    per policy by hand, forward + backward."""
     body = []
     for work in mixed.works:
         for backend in dict.fromkeys(row["backend"] for row in mixed.rows if row["work"] == work):
             padded, ideal, grouped = (
                 _ms(_best(mixed.of(work, kind, backward=True, backend=backend))) for kind in ("padded", "ideal", "grouped")
             )
+            hand = _BY_HAND.get(backend)
+            by_hand = _ms(_best([row for row in mixed.of(work, hand[1], backward=True) if row["backend"] == hand[0]])) if hand else None
             if padded is not None:
-                body.append((work, backend, padded, ideal, grouped, _ratio(padded, ideal), _ratio(grouped, padded)))
-    return table(("work", "backend", "padded ms", "ideal ms", "grouped ms", "padded / ideal", "grouped / padded"), body)
+                ratios = (_ratio(padded, ideal), _ratio(grouped, padded), _ratio(by_hand, padded))
+                body.append((work, backend, padded, ideal, grouped, by_hand, *ratios))
+    times = ("padded ms", "ideal ms", "grouped ms", "by hand ms")
+    return table(("work", "backend", *times, "padded / ideal", "grouped / padded", "by hand / padded"), body)
 
 
 def mixed_auto(mixed: Mixed) -> str:

@@ -561,7 +561,8 @@ def _decide_eager(
     key: tuple[Any, ...] | None = (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0],
         q.shape[0] == k.shape[0], q.dim() == k.dim() == v.dim() == 3 and _is_wide(q, k, v), pack.equal_lengths,
-        pack.slots_q is pack.slots_kv, pack.has_gaps, bucket, is_training, type(mask[2]), mask, options,
+        pack.slots_q is pack.slots_kv, pack.has_gaps, bucket, is_training, type(mask[2]), mask,
+        options, type(options[2]), type(options[4]), type(options[5]),  # 1 == True
         torch.are_deterministic_algorithms_enabled(), environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:

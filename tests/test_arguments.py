@@ -140,6 +140,15 @@ def test_override_beats_the_environment(monkeypatch: pytest.MonkeyPatch) -> None
     assert thd_attention(*qkv(), CU, max_seqlen_q=3, backend="unfused").shape == (5, 2, 8)
 
 
+@pytest.mark.parametrize("option", ["pad_head_dim", "deterministic"])
+def test_an_int_is_no_bool_also_after_a_good_call(option: str) -> None:
+    """1 == True, so a remembered choice is found with either."""
+    inputs = build(PackedCase((3, 4)))
+    inputs.attend(**{option: True})
+    with pytest.raises(TypeError, match=f"{option} must be .*got"):
+        inputs.attend(**{option: 1})
+
+
 @pytest.mark.parametrize(
     ("pad_head_dim", "widths"), [(None, [(24, 16)]), (False, [(24, 16)]), (True, [(24, 24)])], ids=["auto", "native", "padded"]
 )

@@ -552,7 +552,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return common.Timing([1.0])
 
     monkeypatch.setattr(common, "time_device", time_device)
-    monkeypatch.setattr(common, "time_host", lambda call: 5.0)
+    monkeypatch.setattr(common, "time_host", lambda call, rounds=5: 5.0)
     monkeypatch.setattr(common, "capture", lambda call: call)
     monkeypatch.setattr(common, "peak_bytes", lambda call, results: results(call()))
 
