@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from te_attn_ops import prepare_thd_policies
+from te_attn_ops.measure import sample_times
 from te_attn_ops.policies import PlanSpec
 
 from . import common, flex
@@ -73,16 +74,20 @@ def run(s: Setup) -> list[dict[str, Any]]:
     for label, make in flex.variants(s):
         plain = {key: value for key, value in label.items() if key != "mask_ms"}
         works.append((plain, "mask_ms", flex_mask, make(True, True)))
-    for label, key, make_geometry, call in works:
-        base = {**s.description, "selection": None, **label, "graphed": True, "backward": True, "new_geometry": True}
+    replays: dict[int, Callable[[], Any]] = {}
+    preparations: dict[int, float] = {}
+    described = [{**s.description, "selection": None, **work[0], "graphed": True, "backward": True, "new_geometry": True} for work in works]
+    for number, (_, _, make_geometry, call) in enumerate(works):
         try:
             call()
-            attention = common.time_device(common.capture(call))
-            preparation = _wall(make_geometry)
+            replays[number] = common.capture(call)
+            preparations[number] = _wall(make_geometry)
         except Exception as error:  # one broken kernel must not cost the other rows
-            rows.append({**base, "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
-            continue
+            replays.pop(number, None)
+            rows.append({**described[number], "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
+    for number, samples in sample_times(replays, s.q.device, 500.0, (11, 31)).items():
+        attention, key, preparation = common.Timing(samples), works[number][1], preparations[number]
         for layers in LAYERS:
             ms = attention.ms + preparation / layers
-            rows.append({**base, "layers": layers, key: preparation, "ms": ms, "ms_spread": attention.spread})
+            rows.append({**described[number], "layers": layers, key: preparation, "ms": ms, "ms_spread": attention.spread})
     return rows

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from te_attn_ops import NoBackendError, prepare_thd_policies, thd_attention
 from te_attn_ops.masks import resolve_mask
+from te_attn_ops.measure import sample_times
 from te_attn_ops.policies import PreparedPolicies
 from te_attn_ops.testing import Work, benchmark_work
 
@@ -196,51 +197,104 @@ def auto_variants(s: Setup, selections: tuple[str, ...]) -> Iterator[tuple[dict[
 
 
 # ----------------------------------------------------------------------------------------------------------------- measuring
-def measure(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True, graph: bool = True) -> list[dict[str, Any]]:
-    """Rows for one variant: eager and (``graph``) graphed, forward and forward+backward; host time with and without gradients."""
-    rows: list[dict[str, Any]] = []
-    base = {**s.description, "selection": None, **label}
+class Variant(NamedTuple):
+    """Something to time: how its rows are labelled, and a maker of its calls."""
+
+    label: dict[str, Any]
+    make: Maker
+    peak: bool = True  # whether its peak memory is of interest
+    graph: bool = True  # whether a CUDA graph can hold it
+
+
+_ENTRIES = ("raw", "ideal", "grouped_by_hand")  # no public function: nothing changes there for inputs that require grad
+_GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS, _HOST_ROUNDS = 2500.0, (11, 31), 20
+
+
+def measure(s: Setup, timed: list[Variant]) -> list[dict[str, Any]]:
+    """Rows for all variants of one work: eager and graphed, forward and forward+backward; host time with and without gradients.
+
+    What is compared takes turns, in rounds: the graphs of all variants, and the host times of one backend. A clock that drifts, or
+    another process on the host, then slows both sides of a ratio or neither.
+    """
+    rows: list[tuple[int, dict[str, Any]]] = []
     for backward in (False, True):
-        graphed = False
-        try:
-            call = make(backward, False)
-            call()
-            eager = common.time_device(call)
-            row = {**base, "graphed": False, "backward": backward, "ms": eager.ms, "ms_spread": eager.spread}
-            row["host_us"] = common.time_host(call, rounds=2 if backward else 5)
-            if not backward and label["dispatch"] not in ("raw", "ideal", "grouped_by_hand"):
-                row["host_us_grad"] = common.time_host(make(False, True))
-            row["peak_bytes"] = common.peak_bytes(call, _result_bytes) if peak else None
-            rows.append(row)
-            if graph:
-                graphed = True
-                replay = common.capture(call)
-                time_graphed = common.time_device(replay)
-                rows.append({**base, "graphed": True, "backward": backward, "ms": time_graphed.ms, "ms_spread": time_graphed.spread})
-                del replay
-            del call
-        except (NoBackendError, NotImplementedError) as error:
-            rows.append({**base, "backward": backward, "graphed": graphed, "ms": None, "error": str(error)[:500]})
-        except Exception as error:  # one broken kernel must not cost the other rows
-            rows.append({**base, "backward": backward, "graphed": graphed, "ms": None, "error": f"{type(error).__name__}: {error}"[:500]})
-    gc.collect()
-    _report(rows)
-    return rows
+        replays: dict[int, Callable[[], Any]] = {}
+        for number, variant in enumerate(timed):
+            row = {**s.description, "selection": None, **variant.label, "graphed": False, "backward": backward}
+            rows.append((number, row))
+            try:
+                call = variant.make(backward, False)
+                call()
+                eager = common.time_device(call)
+                row |= {"ms": eager.ms, "ms_spread": eager.spread, "host_us": common.time_host(call, rounds=2)}
+                row["peak_bytes"] = common.peak_bytes(call, _result_bytes) if variant.peak else None
+                if variant.graph:
+                    row = {**_identity(row), "graphed": True}
+                    replays[number] = common.capture(call)
+                del call
+            except Exception as error:  # one broken kernel must not cost the other rows
+                row |= {"ms": None, "error": _describe(error)}
+                if row["graphed"]:
+                    rows.append((number, row))
+        for number, samples in sample_times(replays, s.q.device, _GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS).items():
+            timing = common.Timing(samples)
+            identity = {**s.description, "selection": None, **timed[number].label, "graphed": True, "backward": backward}
+            rows.append((number, {**identity, "ms": timing.ms, "ms_spread": timing.spread}))
+        replays.clear()
+        gc.collect()
+    rows.sort(key=lambda item: (item[0], item[1]["backward"], item[1]["graphed"]))
+    found = [row for _, row in rows]
+    for backend in dict.fromkeys(variant.label["backend"] for variant in timed):
+        _time_host([v for v in timed if v.label["backend"] == backend], [row for row in found if row["backend"] == backend])
+    _report(found)
+    return found
 
 
-def warm(s: Setup, label: dict[str, Any], make: Maker, peak: bool = True, graph: bool = True) -> list[dict[str, Any]]:
+def _identity(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if key not in ("ms", "ms_spread", "host_us", "peak_bytes")}
+
+
+def _describe(error: Exception) -> str:
+    known = isinstance(error, (NoBackendError, NotImplementedError))
+    return (str(error) if known else f"{type(error).__name__}: {error}")[:500]
+
+
+def _time_host(variants: list[Variant], rows: list[dict[str, Any]]) -> None:
+    """Puts host times of eager forward calls into ``rows``: call after call in short rounds, the fastest of each."""
+    calls: dict[tuple[Any, ...], Callable[[], Any]] = {}
+    for variant in variants:
+        for key, grad in (("host_us", False), ("host_us_grad", True)):
+            if variant.label["dispatch"] in _ENTRIES and grad:
+                continue
+            with contextlib.suppress(Exception):  # measure() has written down why
+                call = variant.make(False, grad)
+                call()
+                calls[variant.label["dispatch"], variant.label.get("selection"), key] = call
+    best = dict.fromkeys(calls, float("inf"))
+    for _ in range(_HOST_ROUNDS):
+        for name, call in calls.items():
+            best[name] = min(best[name], common.time_host(call, repeats=4, rounds=1))
+    for row in rows:
+        if row["ms"] is not None and not row["graphed"] and not row["backward"]:
+            row.update({key: us for (*name, key), us in best.items() if name == [row["dispatch"], row["selection"]]})
+
+
+def warm(s: Setup, timed: list[Variant]) -> None:
     """Only compiles what :func:`measure` will time, into the caches on disk."""
-    for backward in (False, True):
-        with contextlib.suppress(Exception):
-            make(backward, False)()
-    return []
+    for variant in timed:
+        for backward in (False, True):
+            with contextlib.suppress(Exception):
+                variant.make(backward, False)()
 
 
 def _report(rows: list[dict[str, Any]]) -> None:
-    told = [row for row in rows if row.get("graphed") or row.get("error")] or rows
-    parts = [f"{row['ms']:.3f}" if row.get("ms") is not None else row.get("error", "?")[:90] for row in told]
-    head = rows[0]
-    print(f"{time.strftime('%H:%M:%S')} {head['work']} {head['backend']} {head['dispatch']} {' '.join(parts)}", file=sys.stderr, flush=True)
+    by_variant: dict[tuple[Any, ...], list[str]] = {}
+    for row in rows:
+        if row["graphed"] or row.get("error"):
+            told = f"{row['ms']:.3f}" if row["ms"] is not None else row["error"][:90]
+            by_variant.setdefault((row["work"], row["backend"], row["dispatch"], row["selection"] or ""), []).append(told)
+    for name, told_of in by_variant.items():
+        print(time.strftime("%H:%M:%S"), *name, *told_of, file=sys.stderr, flush=True)
 
 
 def _result_bytes(value: Any) -> int:
@@ -249,27 +303,14 @@ def _result_bytes(value: Any) -> int:
     return sum(_result_bytes(item) for item in value if item is not None) if isinstance(value, (tuple, list)) else 0
 
 
-def run_work(
-    s: Setup,
-    backends: list[str],
-    selections: tuple[str, ...],
-    with_flex: bool,
-    with_peers: bool,
-    visit: Callable[..., list[dict[str, Any]]],
-) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for backend in backends:
-        for label, make in variants(s, backend):
-            rows += visit(s, {"backend": backend, **label}, make)
-    for label, make in auto_variants(s, selections):
-        rows += visit(s, {"backend": "auto", **label}, make)
+def all_variants(s: Setup, backends: list[str], selections: tuple[str, ...], with_flex: bool, with_peers: bool) -> list[Variant]:
+    timed = [Variant({"backend": backend, **label}, make) for backend in backends for label, make in variants(s, backend)]
+    timed += [Variant({"backend": "auto", **label}, make) for label, make in auto_variants(s, selections)]
     if with_flex:
-        for label, make in flex.variants(s):
-            rows += visit(s, label, make, peak=False)
+        timed += [Variant(label, make, peak=False) for label, make in flex.variants(s)]
     if with_peers:
-        for label, make, graph in peers.variants(s):
-            rows += visit(s, label, make, graph=graph)
-    return rows
+        timed += [Variant(label, make, graph=graph) for label, make, graph in peers.variants(s)]
+    return timed
 
 
 # ------------------------------------------------------------------------------------------------------------------- reports
@@ -359,9 +400,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         setup = set_up(name)
         gc.freeze()  # what stands now is never garbage: collecting after each variant, for its graph's memory, is quick then
         with_flex = not arguments.no_flex and name in WORKS
-        rows += run_work(setup, backends, selections, with_flex, not arguments.no_peers, warm if arguments.warm else measure)
+        timed = all_variants(setup, backends, selections, with_flex, not arguments.no_peers)
         if arguments.warm:
+            warm(setup, timed)
             continue
+        rows += measure(setup, timed)
         if not arguments.no_flex and name in WORKS:
             from . import geometry
 

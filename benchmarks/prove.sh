@@ -32,7 +32,7 @@ for step in $steps; do
         run warm-3 "$python" -m benchmarks.mixed --warm --no-measured --works 8k-p4 4k-p2 8k-p4-mla &
         run warm-4 "$python" -m benchmarks.mixed --warm --no-measured --works A-contiguous A-gqa A-mla 33k-p2-contiguous &
         run warm-5 "$python" -m benchmarks.padding --out "$logs/padding.json" &
-        run demo "$python" examples/train_packed.py --report "$out/demo_h200.json" --out "$logs/demo" &
+        run demo "$python" examples/train_packed.py --report "$out/demo_h200.json" --out "$logs/pictures" &
         run gpu_tests "$python" -m benchmarks.gpu_tests --out "$out/gpu_tests.json" ${COMMIT:+--commit "$COMMIT"} -n "${JOBS:-6}" tests compile_tests \
             || status=1
         grep -a "^FAILED\|^ERROR\| passed" "$logs/gpu_tests" | cut -c1-200

@@ -205,9 +205,11 @@ def mixed_host(mixed: Mixed) -> str:
     body = []
     for work in mixed.works:
         for row in mixed.of(work, "padded", backward=False, graphed=False):
-            raw = next(iter(mixed.of(work, "raw", backward=False, graphed=False, backend=row["backend"])), {})
-            body.append((work, row["backend"], row["policies"], raw.get("host_us"), row.get("host_us"), row.get("host_us_grad")))
-    header = ("work", "backend", "policies", "the library's entry, one policy (us)", "no gradients (us)", "with gradients (us)")
+            of_backend = {"backward": False, "graphed": False, "backend": row["backend"]}
+            raw, uniform = (next(iter(mixed.of(work, kind, **of_backend)), {}) for kind in ("raw", "uniform_causal"))
+            one = (raw.get("host_us"), uniform.get("host_us"), uniform.get("host_us_grad"))
+            body.append((work, row["backend"], *one, row["policies"], row.get("host_us"), row.get("host_us_grad")))
+    header = ("work", "backend", "its own entry (us)", "ours", "with gradients", "policies", "ours", "with gradients")
     return table(header, body) if body else ""
 
 

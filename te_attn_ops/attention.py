@@ -131,8 +131,8 @@ def thd_attention(
     scale = operator.index(q.shape[2]) ** -0.5 if softmax_scale is None else _check_scale(softmax_scale)
     if decision.pad_outside:
         q, k, v = (pad_to_width(x, decision.pad_outside) for x in (q, k, v))
-    op = ops.attention if is_training else ops.attention_forward
-    out, lse, max_logit = op(q, k, v, *subsets, decision.single_launch, bound_q, bound_kv, scale, decision.plan)
+    rest = (*subsets, decision.single_launch, bound_q, bound_kv, scale, decision.plan)
+    out, lse, max_logit = ops.attend(is_training, q, k, v, *rest)
     if out.shape[2] != head_dim_v:
         out = out[..., :head_dim_v]
     if sanitize_padding:

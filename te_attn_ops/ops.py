@@ -129,6 +129,34 @@ def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
+_PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+
+
+def _is_unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """Whether a trip through the dispatcher would change nothing: no mode, subclass, transform, trace or profiler looks at ops."""
+    return (
+        type(q) in _PLAIN_TYPES
+        and type(k) in _PLAIN_TYPES
+        and type(v) in _PLAIN_TYPES
+        and (q.is_cuda or q.is_cpu)
+        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, (q, k, v)))
+        and not torch._C._len_torch_dispatch_stack()
+        and not torch._C._len_torch_function_stack()
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+        and not torch._C._autograd._profiler_enabled()
+    )
+
+
+def attend(is_training: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """The op ``attention`` if ``is_training``, else ``attention_forward``. In plain eager mode without the dispatcher, whose two
+    trips with Python kernels take 20 us and more of a call's host time."""
+    if torch.compiler.is_dynamo_compiling() or not _is_unobserved(q, k, v):
+        return (attention if is_training else attention_forward)(q, k, v, *rest)
+    # What Function.apply does where functorch has no part in it.
+    return super(torch.autograd.Function, _Attention).apply(q, k, v, *rest) if is_training else _forward(q, k, v, *rest)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -144,7 +172,8 @@ class _Attention(torch.autograd.Function):
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         geometry = (starts_q, lens_q, starts_kv, lens_kv)
-        out, lse, max_logit = attention_forward(q, k, v, *geometry, single_launch_plan, *rest)
+        forward: Any = _forward if _is_unobserved(q, k, v) else attention_forward
+        out, lse, max_logit = forward(q, k, v, *geometry, single_launch_plan, *rest)
         ctx.save_for_backward(q, k, v, out, lse, *geometry, *single_launch_plan)
         ctx.rest = rest
         ctx.mark_non_differentiable(lse, max_logit)
@@ -157,7 +186,10 @@ class _Attention(torch.autograd.Function):
         unused = (None,) * (5 + len(ctx.rest))
         if grads[0] is None:
             return (None, None, None, *unused)
-        dq, dk, dv = attention_backward(grads[0], q, k, v, out, lse, *tensors[:4], tensors[4:], *ctx.rest)
+        # With create_graph the op: it refuses a second derivative.
+        direct = not torch.is_grad_enabled() and type(grads[0]) in _PLAIN_TYPES and _is_unobserved(q, k, v)
+        backward: Any = _backward if direct else attention_backward
+        dq, dk, dv = backward(grads[0], q, k, v, out, lse, *tensors[:4], tensors[4:], *ctx.rest)
         return (dq, dk, dv, *unused)
 
 

@@ -511,8 +511,7 @@ def test_a_peer_that_computes_something_else_gets_no_time(monkeypatch: pytest.Mo
 
     offer(monkeypatch, varlen=without_window)
     s, _ = set_up(head_dim_qk=16, head_dim_v=16)
-    (variant,) = peers.variants(s)
-    rows = mixed.measure(s, variant[0], variant[1], graph=variant[2])
+    rows = mixed.measure(s, mixed.all_variants(s, [], (), with_flex=False, with_peers=True))
     assert [(row["backward"], row["ms"]) for row in rows] == [(False, None), (True, None)]
     assert all("AssertionError: Tensor-likes are not close" in row["error"] for row in rows)
 
@@ -552,7 +551,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
         return common.Timing([1.0])
 
     monkeypatch.setattr(common, "time_device", time_device)
-    monkeypatch.setattr(common, "time_host", lambda call, rounds=5: 5.0)
+    def sample_times(calls: dict[int, Callable[[], Any]], *args: Any) -> dict[int, list[float]]:
+        for call in calls.values():
+            call()
+        return {number: [1.0] for number in calls}
+
+    monkeypatch.setattr(mixed, "sample_times", sample_times)
+    monkeypatch.setattr(common, "time_host", lambda call, repeats=8, rounds=5: 5.0)
     monkeypatch.setattr(common, "capture", lambda call: call)
     monkeypatch.setattr(common, "peak_bytes", lambda call, results: results(call()))
 
@@ -561,7 +566,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rows_of_the_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     offer(monkeypatch, varlen=varlen_attn_2_12, flash=flash_attn_varlen_func, te=DotProductAttention)
     s, _ = set_up(head_dim_qk=16, head_dim_v=16)
-    rows = mixed.run_work(s, [], (), with_flex=False, with_peers=True, visit=mixed.measure)
+    rows = mixed.measure(s, mixed.all_variants(s, [], (), with_flex=False, with_peers=True))
     seen = [(row["dispatch"], row["graphed"], row["backward"]) for row in rows]
     passes = [(graphed, backward) for backward in (False, True) for graphed in (False, True)]
     assert seen == [
@@ -576,7 +581,7 @@ def test_rows_of_the_peers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> N
         assert ("host_us" in row, "peak_bytes" in row) == (not row["graphed"],) * 2
         assert ("host_us_grad" in row) == (not row["graphed"] and not row["backward"])
     assert len(command.timed_rows({"rows": rows})) == len(rows) == 14
-    assert mixed.run_work(s, [], (), with_flex=False, with_peers=False, visit=mixed.measure) == []
+    assert mixed.measure(s, mixed.all_variants(s, [], (), with_flex=False, with_peers=False)) == []
     assert "| small | varlen_attn | varlen_attn |" in mixed.summary(rows)
     pytest.importorskip("matplotlib")
     mixed.write_reports(rows, tmp_path / "mixed.json")
@@ -591,7 +596,7 @@ def test_a_failed_capture_is_not_the_eager_row(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(common, "capture", fail)
     offer(monkeypatch, flash=flash_attn_varlen_func)
     s, _ = set_up(head_dim_qk=16, head_dim_v=16)
-    rows = mixed.run_work(s, [], (), with_flex=False, with_peers=True, visit=mixed.measure)
+    rows = mixed.measure(s, mixed.all_variants(s, [], (), with_flex=False, with_peers=True))
     seen = [(row["backward"], row["graphed"], row["ms"], row.get("error")) for row in rows]
     error = "RuntimeError: operation failed"
     assert seen == [(False, False, 1.0, None), (False, True, None, error), (True, False, 1.0, None), (True, True, None, error)]
