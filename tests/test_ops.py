@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from te_attn_ops import ops, plan as plans, testing
+from te_attn_ops import ops, plan as plans, testing, thd_attention
 from te_attn_ops.masks import Band
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, OpSample, PackedCase, build, op_samples
 
@@ -67,6 +68,67 @@ GRADCHECK_CASES = (
         name="policies",
     ),
 )
+
+
+# ------------------------------------------------------------------------------------------------------ with and without the dispatcher
+class Seen(TorchDispatchMode):
+    """The names of this package's ops that are dispatched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace == "te_attn_ops":
+            self.names.append(function.__name__.removesuffix(".default"))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_plain_eager_calls_do_without_the_dispatcher_and_give_the_same(dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = PackedCase((5, 9, 3), masks=(CAUSAL, FULL), owner=(0, 1, 0), gaps_q=(1, 0, 2), head_dim_qk=24, head_dim_v=16)
+    inputs, seen = build(case), Seen()
+    with seen:
+        dispatched = inputs.run(thd_attention_policy_dispatch=dispatch)
+    assert [name for name in seen.names if "attention" in name] == ["attention_forward", "attention_backward"]
+    for name in ("attention", "attention_forward", "attention_backward"):
+        monkeypatch.setattr(ops, name, None)
+    plain = inputs.run(thd_attention_policy_dispatch=dispatch)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert torch.equal(getattr(plain, name), getattr(dispatched, name)), name
+    with torch.no_grad():
+        assert torch.equal(inputs.attend(thd_attention_policy_dispatch=dispatch), dispatched.out)
+
+
+def test_a_profiler_sees_the_ops() -> None:
+    inputs = build(PackedCase((5, 9, 3)))
+    with torch.profiler.profile() as profile:
+        inputs.run()
+        with torch.no_grad():
+            inputs.attend()
+    names = {event.key for event in profile.key_averages()}
+    assert {"te_attn_ops::attention", "te_attn_ops::attention_forward"} <= names
+
+
+class Tagged(torch.Tensor):
+    """A subclass that counts what is dispatched on it."""
+
+    calls: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_a_tensor_subclass_sees_the_op() -> None:
+    inputs = build(PackedCase((5, 9, 3)))
+    want = inputs.attend().detach()
+    Tagged.calls.clear()
+    q = inputs.q.detach().as_subclass(Tagged)
+    out = inputs.attend(lambda q_, k, v, **options: thd_attention(q, k.detach(), v.detach(), **options))
+    assert any("attention_forward" in name for name in Tagged.calls)
+    assert torch.equal(out.as_subclass(torch.Tensor), want)
 
 
 @pytest.mark.parametrize("pad_head_dim", [False, True])
