@@ -346,7 +346,8 @@ def _traced_bucket(length: Any) -> int:
     for bound in SEQLEN_BUCKETS:
         if guard_or_false(length <= bound):
             return bound
-    return SEQLEN_BUCKETS[-1]
+    bound: int = round_up(length, SEQLEN_BUCKETS[-1])
+    return bound
 
 
 class _Routing:

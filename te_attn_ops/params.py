@@ -16,8 +16,9 @@ SEQLEN_BUCKETS = tuple(sorted({1 << e for e in range(7, 25)} | {3 << e for e in 
 
 
 def seqlen_bucket(length: int) -> int:
-    """The smallest bound that holds a length (the largest one beyond them all)."""
-    return SEQLEN_BUCKETS[min(bisect.bisect_left(SEQLEN_BUCKETS, length), len(SEQLEN_BUCKETS) - 1)]
+    """The smallest bound that holds a length; beyond them all, multiples of the largest."""
+    at = bisect.bisect_left(SEQLEN_BUCKETS, length)
+    return SEQLEN_BUCKETS[at] if at < len(SEQLEN_BUCKETS) else round_up(length, SEQLEN_BUCKETS[-1])
 
 
 def round_up(value: int, multiple: int) -> int:

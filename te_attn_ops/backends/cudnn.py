@@ -31,7 +31,7 @@ from torch import Tensor
 
 from ..environment import compute_capability, on_forget, package_version, version_tuple
 from ..masks import Band
-from ..params import SEQLEN_BUCKETS, AttentionParams, round_up
+from ..params import AttentionParams, round_up, seqlen_bucket
 from ..rows import band_sides, fill_keyless_rows, fill_unseen_grads
 from .base import Backend, BackwardCall, Call, ForwardCall, common_fused_refusals
 
@@ -123,11 +123,6 @@ class MetadataLayout(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------------------------- buckets
-def seqlen_bucket(value: int) -> int:
-    at = bisect.bisect_left(SEQLEN_BUCKETS, value)
-    return SEQLEN_BUCKETS[at] if at < len(SEQLEN_BUCKETS) else round_up(value, SEQLEN_BUCKETS[-1])
-
-
 def batch_bucket(value: int) -> int:
     at = bisect.bisect_left(BATCH_BUCKETS, value)
     return BATCH_BUCKETS[at] if at < len(BATCH_BUCKETS) else round_up(value, BATCH_BUCKETS[-1])
