@@ -346,8 +346,7 @@ def _traced_bucket(length: Any) -> int:
     for bound in SEQLEN_BUCKETS:
         if guard_or_false(length <= bound):
             return bound
-    bound: int = round_up(length, SEQLEN_BUCKETS[-1])
-    return bound
+    return round_up(length, SEQLEN_BUCKETS[-1])
 
 
 class _Routing:
