@@ -102,7 +102,8 @@ def capture(call: Callable[[], Any]) -> Callable[[], Any]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         kept = call()
-    graph.kept = kept  # type: ignore[attr-defined]
+    # What it writes, and what it reads: tensors that the call alone owns.
+    graph.kept = (kept, call)  # type: ignore[attr-defined]
     return graph.replay
 
 

@@ -179,7 +179,6 @@ def variants(s: Setup, backend: str) -> Iterator[tuple[dict[str, Any], Maker]]:
     if equal_widths or backend in ("flash4", "cudnn"):
         yield {"dispatch": "raw"}, lambda backward, grad: _raw_uniform(s, backend, backward)
         yield {"dispatch": "ideal"}, lambda backward, grad: _ideal(s, backend, backward)
-    if backend in ("flash4", "cudnn"):  # flash2's and torch's are peers
         yield {"dispatch": "grouped_by_hand"}, lambda backward, grad: _by_hand(s, backend, backward)
     for dispatch in ("padded", "grouped"):
         yield {"dispatch": dispatch}, lambda backward, grad, dispatch=dispatch: _public(
@@ -236,10 +235,20 @@ def measure(s: Setup, timed: list[Variant]) -> list[dict[str, Any]]:
                 row |= {"ms": None, "error": _describe(error)}
                 if row["graphed"]:
                     rows.append((number, row))
-        for number, samples in sample_times(replays, s.q.device, _GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS).items():
-            timing = common.Timing(samples)
-            identity = {**s.description, "selection": None, **timed[number].label, "graphed": True, "backward": backward}
-            rows.append((number, {**identity, "ms": timing.ms, "ms_spread": timing.spread}))
+        times: dict[int, Any] = {}
+        try:
+            times = sample_times(replays, s.q.device, _GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS)
+            failure = None
+        except Exception as error:
+            failure = _describe(error)
+        for number in replays:
+            row = {**s.description, "selection": None, **timed[number].label, "graphed": True, "backward": backward}
+            if failure is None:
+                timing = common.Timing(times[number])
+                row |= {"ms": timing.ms, "ms_spread": timing.spread}
+            else:
+                row |= {"ms": None, "error": failure}
+            rows.append((number, row))
         replays.clear()
         gc.collect()
     rows.sort(key=lambda item: (item[0], item[1]["backward"], item[1]["graphed"]))
@@ -304,7 +313,12 @@ def _result_bytes(value: Any) -> int:
 
 
 def all_variants(s: Setup, backends: list[str], selections: tuple[str, ...], with_flex: bool, with_peers: bool) -> list[Variant]:
-    timed = [Variant({"backend": backend, **label}, make) for backend in backends for label, make in variants(s, backend)]
+    timed = [
+        # The buffers of grouped_by_hand stand before: its peak would say nothing.
+        Variant({"backend": backend, **label}, make, peak=label["dispatch"] != "grouped_by_hand")
+        for backend in backends
+        for label, make in variants(s, backend)
+    ]
     timed += [Variant({"backend": "auto", **label}, make) for label, make in auto_variants(s, selections)]
     if with_flex:
         timed += [Variant(label, make, peak=False) for label, make in flex.variants(s)]
@@ -398,6 +412,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows: list[dict[str, Any]] = []
     for name in common.progress(arguments.works, "works"):
         setup = set_up(name)
+        gc.collect()
         gc.freeze()  # what stands now is never garbage: collecting after each variant, for its graph's memory, is quick then
         with_flex = not arguments.no_flex and name in WORKS
         timed = all_variants(setup, backends, selections, with_flex, not arguments.no_peers)

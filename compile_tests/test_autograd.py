@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo import compiled_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch import config as functorch_config
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import FlopCounterMode
@@ -317,18 +318,16 @@ def test_compiled_autograd(backend: str) -> None:
     want = [parameter.grad.clone() for parameter in layer.parameters()]
     layer.zero_grad()
     function = layer if backend == "none" else counted(layer, backend=backend)[0]
-    graphs: list[torch.fx.GraphModule] = []
-
-    def compiler(graph: torch.fx.GraphModule) -> Any:
-        graphs.append(graph)
-        return torch.compile(graph, backend="aot_eager")
-
+    counter = CompileCounterWithBackend("aot_eager")
     out = function(x, **arguments).sum()
-    with compiled_autograd._enable(compiler):
+    with compiled_autograd._enable(torch.compile(backend=counter, fullgraph=True)):
         out.backward()
     for parameter, grad in zip(layer.parameters(), want):
         torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-5)
-    assert len(graphs) == 1
+    assert counter.frame_count == 1
+    called = [node.target for node in counter.graphs[0].graph.nodes if node.op == "call_function"]
+    # A compiled forward brings its backward as a compiled function, which compiled autograd inlines as well.
+    assert called.count(ops.attention_backward) == 1
 
 
 # -------------------------------------------------------------------------------------------------------------------------- FLOPs

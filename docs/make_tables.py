@@ -110,13 +110,7 @@ def _ratio(a: float | None, b: float | None) -> str | None:
 MIXED = "mixed_h200.json"
 _MIXED_KINDS = ("ideal", "padded", "single_launch", "grouped", "flex_flash", "flex_triton")
 _OURS = ("padded", "single_launch", "grouped")
-# By backend: the rows (backend, dispatch) that gather by hand with the same kernel.
-_BY_HAND = {
-    "flash4": ("flash4", "grouped_by_hand"),
-    "cudnn": ("cudnn", "grouped_by_hand"),
-    "flash2": ("flash_attn_grouped", "flash_attn_grouped"),
-    "torch_flash": ("varlen_attn", "varlen_attn"),
-}
+
 
 
 class Mixed:
@@ -165,11 +159,10 @@ def mixed_backends(mixed: Mixed) -> str:
     body = []
     for work in mixed.works:
         for backend in dict.fromkeys(row["backend"] for row in mixed.rows if row["work"] == work):
-            padded, ideal, grouped = (
-                _ms(_best(mixed.of(work, kind, backward=True, backend=backend))) for kind in ("padded", "ideal", "grouped")
+            padded, ideal, grouped, by_hand = (
+                _ms(_best(mixed.of(work, kind, backward=True, backend=backend)))
+                for kind in ("padded", "ideal", "grouped", "grouped_by_hand")
             )
-            hand = _BY_HAND.get(backend)
-            by_hand = _ms(_best([row for row in mixed.of(work, hand[1], backward=True) if row["backend"] == hand[0]])) if hand else None
             if padded is not None:
                 ratios = (_ratio(padded, ideal), _ratio(grouped, padded), _ratio(by_hand, padded))
                 body.append((work, backend, padded, ideal, grouped, by_hand, *ratios))

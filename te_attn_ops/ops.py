@@ -130,28 +130,39 @@ def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_PRE_DISPATCH: Any = torch._C.DispatchKey.PreDispatch
+_VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
+
+
+def _is_plain(x: Tensor) -> bool:
+    return (
+        type(x) in _PLAIN_TYPES
+        and (x.is_cuda or x.is_cpu)
+        and x.layout is torch.strided
+        and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+    )
 
 
 def _is_unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """Whether a trip through the dispatcher would change nothing: no mode, subclass, transform, trace or profiler looks at ops."""
-    return (
-        type(q) in _PLAIN_TYPES
-        and type(k) in _PLAIN_TYPES
-        and type(v) in _PLAIN_TYPES
-        and (q.is_cuda or q.is_cpu)
-        and not any(map(torch._C._functorch.is_functorch_wrapped_tensor, (q, k, v)))
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._len_torch_function_stack()
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
-        and not torch._C._autograd._profiler_enabled()
+    return not (
+        torch.compiler.is_dynamo_compiling()  # first: Dynamo is not to trace the rest, nor the kernels
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._len_torch_function_stack()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
+        or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.profiler._is_profiler_enabled  # in any thread
+        or torch._C._autograd._profiler_enabled()  # in this one, without the Python front
+        or not (_is_plain(q) and _is_plain(k) and _is_plain(v))
     )
 
 
 def attend(is_training: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """The op ``attention`` if ``is_training``, else ``attention_forward``. In plain eager mode without the dispatcher, whose two
     trips with Python kernels take 20 us and more of a call's host time."""
-    if torch.compiler.is_dynamo_compiling() or not _is_unobserved(q, k, v):
+    if not _is_unobserved(q, k, v):
         return (attention if is_training else attention_forward)(q, k, v, *rest)
     # What Function.apply does where functorch has no part in it.
     return super(torch.autograd.Function, _Attention).apply(q, k, v, *rest) if is_training else _forward(q, k, v, *rest)
@@ -187,7 +198,7 @@ class _Attention(torch.autograd.Function):
         if grads[0] is None:
             return (None, None, None, *unused)
         # With create_graph the op: it refuses a second derivative.
-        direct = not torch.is_grad_enabled() and type(grads[0]) in _PLAIN_TYPES and _is_unobserved(q, k, v)
+        direct = not torch.is_grad_enabled() and _is_unobserved(q, k, v) and _is_plain(grads[0])
         backward: Any = _backward if direct else attention_backward
         dq, dk, dv = backward(grads[0], q, k, v, out, lse, *tensors[:4], tensors[4:], *ctx.rest)
         return (dq, dk, dv, *unused)

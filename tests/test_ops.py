@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -107,7 +108,22 @@ def test_a_profiler_sees_the_ops() -> None:
         with torch.no_grad():
             inputs.attend()
     names = {event.key for event in profile.key_averages()}
-    assert {"te_attn_ops::attention", "te_attn_ops::attention_forward"} <= names
+    assert {"te_attn_ops::attention", "te_attn_ops::attention_forward", "te_attn_ops::attention_backward"} <= names
+
+
+@pytest.mark.parametrize("pre_dispatch", [False, True])
+def test_a_trace_of_a_training_step_holds_the_ops(pre_dispatch: bool) -> None:
+    inputs = build(PackedCase((5, 9, 3)))
+
+    def step(q: torch.Tensor) -> torch.Tensor:
+        q = q.detach().requires_grad_()
+        out = inputs.attend(lambda q_, k, v, **options: thd_attention(q, k.detach(), v.detach(), **options))
+        return torch.autograd.grad(out.sum(), q)[0]
+
+    graph = make_fx(step, pre_dispatch=pre_dispatch, tracing_mode="real")(inputs.q).graph
+    names = [str(node.target).removeprefix("te_attn_ops.") for node in graph.nodes if "te_attn_ops" in str(node.target)]
+    names = [name.removesuffix(".default") for name in names if "attention" in name]
+    assert names == ["attention" if pre_dispatch else "attention_forward", "attention_backward"]
 
 
 class Tagged(torch.Tensor):

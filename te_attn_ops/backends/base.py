@@ -172,7 +172,8 @@ def release_frames() -> None:
     ("operation would make the legacy stream depend on a capturing blocking stream"), since the leaves' accumulation nodes live
     on and belong to the stream of the first call (seen with cuDNN's frontend 1.32).
     """
-    gc.collect()
+    if not (torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()):  # where freeing other graphs is an error
+        gc.collect()
 
 
 def common_fused_refusals(p: AttentionParams, *, max_head_dim: int = 256, min_sm: int = 80) -> Iterator[str]:

@@ -33,7 +33,7 @@ from ..environment import compute_capability, on_forget, package_version, versio
 from ..masks import Band
 from ..params import AttentionParams, round_up, seqlen_bucket
 from ..rows import band_sides, fill_keyless_rows, fill_unseen_grads
-from .base import Backend, BackwardCall, Call, ForwardCall, common_fused_refusals
+from .base import Backend, BackwardCall, Call, ForwardCall, common_fused_refusals, release_frames
 
 # Sequences per graph: powers of two and the middle between them. Idle entries cost an early exit per thread block.
 BATCH_BUCKETS = tuple(sorted({1 << e for e in range(17)} | {3 << e for e in range(15)}))
@@ -735,7 +735,11 @@ def _apart(device: int, work: Callable[[], _T]) -> _T:
             return work()
 
     with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
+        try:
+            return pool.submit(run).result()
+        except Exception:
+            release_frames()  # the exception passes through the callers' frames
+            raise
 
 
 def _heads_together(x: Tensor) -> Tensor:

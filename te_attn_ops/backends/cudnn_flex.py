@@ -429,14 +429,13 @@ def _own_schedule() -> Iterator[None]:
 
     from ..kernels.flex_schedule import forward_schedule
 
-    theirs = builder._build_forward_schedule
-
     def ours(config: Any, partial_counts: Tensor, full_counts: Tensor, **geometry: Any) -> tuple[Tensor | None, Tensor]:
         one_mask = config.is_varlen and partial_counts.shape[0] == 1 and geometry["total_m_blocks"] > 0
         schedule = forward_schedule if one_mask and config.arch == 90 else theirs
         return schedule(config, partial_counts, full_counts, **geometry)
 
     with _SCHEDULE_LOCK:
+        theirs = builder._build_forward_schedule
         builder._build_forward_schedule = ours
         try:
             yield

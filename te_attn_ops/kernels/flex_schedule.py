@@ -3,7 +3,8 @@
 A task is a tile of query rows of one head; any order is right. The library's is a good one: sections (heads of one sequence whose
 K and V fit the L2 cache together) by falling cost, tiles of a section by falling cost, tiles that see nothing last. Its sort of
 the sections runs in one thread: 2.5 ms for 64 sequences of 16 heads, of 4 ms for the whole plan (frontend 1.32, seen on an
-H200). All heads of a tile cost the same here, so the same order follows from sums over sequences, in two small launches.
+H200). All heads of a tile cost the same here, so the same order follows from sums over sequences, in two small launches. (With a
+number of key/value heads that is no power of two, a sequence's last section is a narrower one. Here it stays with the others.)
 
 Imported only where a plan is made, with Triton installed.
 """

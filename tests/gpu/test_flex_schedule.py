@@ -31,7 +31,7 @@ def planned(lengths: list[int], ends: list[int], heads: tuple[int, int], order: 
     [
         ([1024, 130, 0, 2000, 130], (16, 16)),
         ([1024, 130, 0, 2000, 130], (8, 2)),
-        ([1024, 130, 0, 2000, 130], (6, 6)),
+        ([1024, 130, 0, 2000, 130], (4, 4)),
         ([70] * 300, (2, 2)),  # more sequences than one block of the kernels
         ([40, 0, 0], (4, 1)),
     ],
