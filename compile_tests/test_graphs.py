@@ -51,7 +51,7 @@ attention_default = te_attn_ops.attention(l_q_, l_k_, l_v_, *policy_subsets_defa
 def test_dynamo_policies() -> None:
     expect(dynamo_text(POLICIES), """\
 policy_subsets_default = te_attn_ops.policy_subsets(l_cu_seqlens_q_, l_cu_seqlens_q_, None, None, l_thd_attention_policies_policy_index, 2)
-attention_default = te_attn_ops.attention(l_q_, l_k_, l_v_, *policy_subsets_default, [], 128, 128, 0.25, [1, 56, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
+attention_default = te_attn_ops.attention(l_q_, l_k_, l_v_, *policy_subsets_default, [], 128, 128, 0.25, [1, 24, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
 """)
 
 
@@ -84,7 +84,7 @@ def test_dynamo_inference() -> None:
     with torch.no_grad():
         expect(dynamo_text(POLICIES), """\
 policy_subsets_default = te_attn_ops.policy_subsets(l_cu_seqlens_q_, l_cu_seqlens_q_, None, None, l_thd_attention_policies_policy_index, 2)
-attention_forward_default = te_attn_ops.attention_forward(l_q_, l_k_, l_v_, *policy_subsets_default, [], 128, 128, 0.25, [1, 40, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
+attention_forward_default = te_attn_ops.attention_forward(l_q_, l_k_, l_v_, *policy_subsets_default, [], 128, 128, 0.25, [1, 8, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
 """)
 
 
@@ -118,8 +118,8 @@ attention_backward = te_attn_ops.attention_backward(threshold_backward, mul, cos
 def test_joint_policies() -> None:
     expect(graph_text(aot_graphs(POLICIES).joint[0], "te_attn_ops"), """\
 policy_subsets = te_attn_ops.policy_subsets(primals_4, primals_4, None, None, primals_5, 2)
-attention_forward = te_attn_ops.attention_forward(mul, cos, add, *policy_subsets, [], 128, 128, 0.25, [1, 56, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
-attention_backward = te_attn_ops.attention_backward(threshold_backward, mul, cos, add, attention_forward[0], attention_forward[1], *policy_subsets, [], 128, 128, 0.25, [1, 56, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
+attention_forward = te_attn_ops.attention_forward(mul, cos, add, *policy_subsets, [], 128, 128, 0.25, [1, 24, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
+attention_backward = te_attn_ops.attention_backward(threshold_backward, mul, cos, add, attention_forward[0], attention_forward[1], *policy_subsets, [], 128, 128, 0.25, [1, 24, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
 """)
 
 
@@ -145,7 +145,7 @@ constant_pad_nd_1 = aten.constant_pad_nd(attention_backward[2], [0, -8])
 def test_inference_graph() -> None:
     expect(graph_text(aot_graphs(POLICIES, training=False).inference[0], "te_attn_ops"), """\
 policy_subsets = te_attn_ops.policy_subsets(arg3_1, arg3_1, None, None, arg4_1, 2)
-attention_forward = te_attn_ops.attention_forward(mul, cos, add, *policy_subsets, [], 128, 128, 0.25, [1, 40, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
+attention_forward = te_attn_ops.attention_forward(mul, cos, add, *policy_subsets, [], 128, 128, 0.25, [1, 8, 0, 0, -1, 0, 1, 0, -1, -1, 1, 0])
 """)
 
 

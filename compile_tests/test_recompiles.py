@@ -20,6 +20,7 @@ from te_attn_ops import PreparedPolicies, attention, packing, pad_packed_batch, 
 from te_attn_ops.modules import DotProductAttention
 from te_attn_ops.params import SEQLEN_BUCKETS, seqlen_bucket
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, PackedCase, PackedInputs, build, varying_cases
+from tests.stubs import Stub, install
 
 MASKS = (CAUSAL, FULL, Mask("padding_causal", (3, 0)))
 BASE = PackedCase((5, 9, 3))
@@ -210,11 +211,27 @@ def test_contents_of_a_policy_index_are_read_at_each_call() -> None:
     assert counter.frame_count == 1
 
 
-def test_runs_of_neighbours_are_a_fact_of_their_own() -> None:
-    """Kernels may rely on it, so a partition into runs and one without differ; two of either kind do not."""
+@pytest.mark.parametrize(("in_place", "expected"), [(True, [1, 1, 1, 1]), (False, [1, 1, 2, 2])])
+def test_runs_of_neighbours_matter_where_kernels_rely_on_them(
+    in_place: bool, expected: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There a partition into runs and one without differ; two of either kind do not."""
+    stub = Stub("torch_flash")
+    stub.in_place = in_place
+    install(monkeypatch, stub)
     owners = ((0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 0, 1), (1, 0, 0, 1))
     cases = [PackedCase((5, 9, 3, 7), masks=(CAUSAL, FULL), owner=owner) for owner in owners]
-    assert counts(of_cases(cases)) == [1, 1, 2, 2]
+    assert counts(of_cases(cases, thd_attention_policy_dispatch="padded")) == expected
+
+
+def test_kept_empty_policies_make_one_graph_of_all_batches() -> None:
+    function, counter = counted(backend="eager", dynamic=True)
+    for owner in itertools.product((0, 1, 2), repeat=3):
+        inputs = build(PackedCase((5, 9, 3), masks=MASKS, owner=owner))
+        prepared = inputs.prepare(keep_empty=True)
+        got = inputs.attend(function, thd_attention_policies=prepared)
+        assert torch.equal(got, inputs.attend(thd_attention_policies=prepared)) and torch.allclose(got, inputs.attend())
+    assert counter.frame_count == 1
 
 
 def test_masks_and_windows_are_part_of_the_graph() -> None:

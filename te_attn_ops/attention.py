@@ -116,9 +116,13 @@ def thd_attention(
     bound_q, bound_kv, bucket = _max_seqlens(pack, max_seqlen_q, max_seqlen_kv)
     decide = _decide_eager if eager else _decide
     decision = decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
-    if eager and routing is None:
-        _check_contents(pack, q, k, bound_q, bound_kv)
-        routing = _ROUTINGS.keep(cu_seqlens, prepared)
+    if eager:
+        sizes = (q.shape[0], k.shape[0], bound_q, bound_kv)
+        if routing is None or routing.sizes != sizes:
+            _check_contents(pack, prepared, q, k, bound_q, bound_kv)
+            routing = _ROUTINGS.keep(cu_seqlens, prepared) if routing is None else routing
+            if routing is not None:
+                routing.sizes = sizes
     if eager and decision.plan[1] & plans.PLAIN_CU_SEQLENS:
         subsets = packing.plain_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, copy=is_training)
     else:
@@ -192,13 +196,13 @@ def _check_scale(softmax_scale: object) -> float:
         )
     if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float, torch.SymFloat, torch.SymInt)):
         raise TypeError(f"softmax_scale must be a number, got {type(softmax_scale).__name__}")
-    if not environment.is_tracing() and not 0.0 < softmax_scale < math.inf:
+    if not 0.0 < softmax_scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
     return float(softmax_scale)
 
 
 def _check_contents(
-    pack: packing.Packing, q: Tensor, k: Tensor, max_seqlen_q: int, max_seqlen_kv: int
+    pack: packing.Packing, prepared: PreparedPolicies | None, q: Tensor, k: Tensor, max_seqlen_q: int, max_seqlen_kv: int
 ) -> None:
     """What only the contents of cu_seqlens can tell, where reading them is free: on the CPU; elsewhere with TE_ATTN_OPS_VALIDATE=1."""
     if type(pack.cu_seqlens_q) is not Tensor or type(q) is not Tensor or type(k) is not Tensor or torch._C._len_torch_dispatch_stack():
@@ -217,13 +221,17 @@ def _check_contents(
         max_seqlen_q=max_seqlen_q,
         max_seqlen_kv=max_seqlen_kv,
     )
+    if prepared is not None and prepared.equal_lengths and not pack.equal_lengths:
+        policy_module.check_equal_lengths(pack)
 
 
-def _check_options(dispatch: str, policies: object, selection_mode: str | None) -> None:
+def _check_options(dispatch: str, policies: object, selection_mode: str | None, backend: object) -> None:
     if dispatch not in DISPATCHES:
         raise ValueError(f"thd_attention_policy_dispatch={dispatch!r} is unknown; use one of {', '.join(DISPATCHES)}")
     if dispatch != "auto" and policies is None:
         raise ValueError(f"thd_attention_policy_dispatch={dispatch!r} needs thd_attention_policies, got None")
+    if backend is not None and not isinstance(backend, str):
+        raise TypeError(f"backend must be a backend's name or None, got {type(backend).__name__} {backend!r}")
     if selection_mode not in (None, "static", "measured"):
         raise ValueError(f"selection={selection_mode!r} is unknown; use 'static' or 'measured'")
 
@@ -256,6 +264,11 @@ def _prepared(policies: PreparedPolicies | PolicyList | None, pack: packing.Pack
     return policies
 
 
+def _types(window: Any) -> tuple[type, ...]:
+    """Beside a window in a key of something remembered: (2.0, 1) == (2, True)."""
+    return () if window is None else tuple(map(type, window))
+
+
 class _RawLists:
     """Lists of dicts that were checked before, by the identity and version of their tensors and of cu_seqlens. Keeps no tensor
     alive, so that a list used under capture needs no sync; one first seen there is an error."""
@@ -286,12 +299,15 @@ class _RawLists:
     def _key(policies: PolicyList, pack: packing.Packing) -> tuple[tuple[Any, ...] | None, list[Tensor]]:
         tensors = list(pack[:4])
         masks: list[object] = []
+        if isinstance(policies, Tensor):
+            return None, tensors
         try:
             for policy in policies:
                 tensors.append(policy["sequence_ids"])
                 window = policy["window_size"]
                 window = window if window is None else tuple(window)
-                masks.append((policy["mask_type"], window, policy.get("bottom_right_diagonal"), len(policy)))
+                aligned = policy.get("bottom_right_diagonal")
+                masks.append((policy["mask_type"], window, _types(window), aligned, type(aligned), len(policy)))
             key = (tuple(masks), *[(id(tensor), tensor._version) for tensor in tensors])
             hash(key)
         except (TypeError, KeyError, AttributeError, RuntimeError):
@@ -346,17 +362,20 @@ def _traced_bucket(length: Any) -> int:
     for bound in SEQLEN_BUCKETS:
         if guard_or_false(length <= bound):
             return bound
-    return round_up(length, SEQLEN_BUCKETS[-1])
+    if guard_or_false(length > SEQLEN_BUCKETS[-1]):
+        return round_up(length, SEQLEN_BUCKETS[-1])
+    return SEQLEN_BUCKETS[-1]  # a value that is not known while tracing
 
 
 class _Routing:
     """What is remembered of one batch's offsets and policies: they were checked, and how prepared policies route its sequences."""
 
-    __slots__ = ("references", "subsets", "versions")
+    __slots__ = ("references", "sizes", "subsets", "versions")
 
     def __init__(self, tensors: list[Tensor], prepared: PreparedPolicies | None) -> None:
         self.references: list[weakref.ref[Any]] = [weakref.ref(tensor) for tensor in tensors]
         self.versions = [tensor._version for tensor in tensors]
+        self.sizes: tuple[int, ...] = ()  # rows and bounds that the contents were last checked against
         self.subsets: dict[tuple[bool, int], packing.Subsets] = {}  # by whether the policies' index routes, and the stream
         if prepared is not None:
             self.references.append(weakref.ref(prepared))
@@ -431,7 +450,6 @@ def _flags(
     deterministic: bool | None,
     env: tuple[bytes, ...],
     return_max_logit: bool,
-    prepared: PreparedPolicies | None,
     equal_lengths: bool,
     is_training: bool,
 ) -> int:
@@ -444,8 +462,6 @@ def _flags(
         flags |= plans.EQUAL_LENGTHS
     if is_training:
         flags |= plans.TRAINING
-    if prepared is not None and prepared.contiguous:
-        flags |= plans.CONTIGUOUS
     return flags
 
 
@@ -456,6 +472,14 @@ def _is_wide(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     limit, head_dim = 1 << 31, round_up(max(operator.index(q.shape[2]), operator.index(v.shape[2])), 8)
     return guard_or_false(q.shape[0] * q.shape[1] * head_dim >= limit) or guard_or_false(k.shape[0] * k.shape[1] * head_dim >= limit)
+
+
+def _selection_of(variable: bytes) -> str:
+    """What TE_ATTN_OPS_SELECTION asks for."""
+    if variable not in (b"static", b"measured", b"") and not environment.is_tracing():
+        name = variable.decode(errors="replace")
+        warn_once((f"TE_ATTN_OPS_SELECTION={name!r} is unknown and 'static' is used: it takes static or measured",), stacklevel=6)
+    return "measured" if variable == b"measured" else "static"
 
 
 class _Decision(NamedTuple):
@@ -492,7 +516,7 @@ def _decide(
             f"q has {q.shape[0]} tokens and k {k.shape[0]}: with one cu_seqlens for both (self-attention) they must be as many. q, k "
             "and v are [tokens, heads, head_dim]; for cross-attention pass cu_seqlens_kv"
         )
-    _check_options(dispatch, prepared, selection_mode)
+    _check_options(dispatch, prepared, selection_mode, backend)
     for name, value in (("pad_head_dim", pad_head_dim), ("deterministic", deterministic)):
         if value is not None:
             _check_bool(name, value)
@@ -501,14 +525,14 @@ def _decide(
     equal_lengths = pack.equal_lengths or (prepared is not None and prepared.equal_lengths)
     bands = tuple([band.canonical(equal_lengths) for band in _bands(prepared, *mask)])
     env = environment.snapshot()
-    flags = _flags(deterministic, env, return_max_logit, prepared, equal_lengths, is_training)
+    flags = _flags(deterministic, env, return_max_logit, equal_lengths, is_training)
     heads = (operator.index(q.shape[1]), operator.index(k.shape[1]))
     head_dims = (operator.index(q.shape[2]), operator.index(v.shape[2]))
     if _is_wide(q, k, v):
         flags |= plans.WIDE_OFFSETS
     single_launch = _single_launch_plan(prepared, q.dtype, heads, head_dims, bands, is_training)
     if selection_mode is None:
-        selection_mode = "measured" if env[7] == b"measured" else "static"
+        selection_mode = _selection_of(env[7])
     numbers = selection.select_numbers(
         q.dtype,
         q.device,
@@ -516,7 +540,7 @@ def _decide(
         head_dims,
         tuple([band.as_ints() for band in bands]),
         bucket,
-        flags & ~plans.CONTIGUOUS,
+        flags,
         pack.has_gaps,
         prepared is None or not prepared.mutable,
         len(single_launch) > 0,
@@ -529,6 +553,9 @@ def _decide(
     )
     if pack.has_gaps:
         flags |= plans.GAPS
+    # Read only where a kernel makes use of it: Dynamo guards what is read.
+    if prepared is not None and selection.uses_runs(numbers[2:]) and prepared.contiguous:
+        flags |= plans.CONTIGUOUS
     # One policy over all sequences needs no routing, unless its members may still change.
     routed = prepared is not None and (len(bands) > 1 or prepared.mutable)
     if numbers[0] == plans.PADDED and not routed and not pack.has_gaps:
@@ -561,8 +588,9 @@ def _decide_eager(
     key: tuple[Any, ...] | None = (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0],
         q.shape[0] == k.shape[0], q.dim() == k.dim() == v.dim() == 3 and _is_wide(q, k, v), pack.equal_lengths,
-        pack.slots_q is pack.slots_kv, pack.has_gaps, bucket, is_training, type(mask[2]), mask,
-        options, type(options[2]), type(options[4]), type(options[5]),  # 1 == True
+        pack.slots_q is pack.slots_kv, pack.has_gaps, bucket, is_training, mask, options,
+        # 1 == True, and 2.0 == 2
+        type(mask[2]), _types(mask[1]) if type(mask[1]) is tuple else type(mask[1]), *map(type, options),
         torch.are_deterministic_algorithms_enabled(), environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:

@@ -77,8 +77,11 @@ class ResolvedMask(NamedTuple):
     warnings: tuple[str, ...]
 
 
-def normalize_mask_type(attn_mask_type: object, argument: str = "attn_mask_type") -> str:
+def normalize_mask_type(attn_mask_type: object, argument: str = "attn_mask_type", known: tuple[str, ...] = ()) -> str:
     """The canonical spelling of a mask type.
+
+    Args:
+        known: what the error names as possible; default all of :data:`MASK_TYPES`.
 
     Raises:
         TypeError: if it is no string.
@@ -88,13 +91,13 @@ def normalize_mask_type(attn_mask_type: object, argument: str = "attn_mask_type"
         raise TypeError(f"{argument} must be a string, got {type(attn_mask_type).__name__}")
     name = _SPELLINGS.get(attn_mask_type.replace(" ", ""), attn_mask_type)
     if name not in MASK_TYPES:
-        raise ValueError(f"{argument}={attn_mask_type!r} is no mask type; use one of {', '.join(MASK_TYPES)}")
+        raise ValueError(f"{argument}={attn_mask_type!r} is no mask type; use one of {', '.join(known or MASK_TYPES)}")
     return name
 
 
 def require_padding_mask_type(attn_mask_type: object, argument: str = "attn_mask_type") -> str:
     """:func:`normalize_mask_type`, for the packed layout, whose mask types all contain ``padding``."""
-    name = normalize_mask_type(attn_mask_type, argument)
+    name = normalize_mask_type(attn_mask_type, argument, PADDING_MASK_TYPES)
     if name not in PADDING_MASK_TYPES:
         raise ValueError(
             f"{argument}={attn_mask_type!r} does not fit the packed (thd) layout; use one of {', '.join(PADDING_MASK_TYPES)}"

@@ -171,9 +171,9 @@ def check_max_seqlen(name: str, max_seqlen: object) -> int:
         raise TypeError(
             f"{name} must be an int: a tensor would have to be read on the host at each call; got a tensor. Compute it in the loader"
         )
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, (int, torch.SymInt)):
-        # Not asked of a symbolic int: Dynamo cannot tell.
-        if isinstance(max_seqlen, bool) or not hasattr(max_seqlen, "__index__"):
+    if isinstance(max_seqlen, (bool, float)) or not isinstance(max_seqlen, (int, torch.SymInt)):
+        # Not asked of a symbolic number: Dynamo cannot tell.
+        if isinstance(max_seqlen, (bool, float)) or not hasattr(max_seqlen, "__index__"):
             raise TypeError(f"{name} must be an int (tokens), got {type(max_seqlen).__name__}")
         max_seqlen = operator.index(max_seqlen)  # numpy's integers, as a collate function makes them
     if guard_or_false(max_seqlen < 0):
@@ -218,7 +218,11 @@ def validate_packed(
     """
     if is_tracing():
         raise RuntimeError("validate_packed reads tensors on the host: call it outside the compiled function")
-    total_kv = total_q if cu_seqlens_kv is None else total_kv
+    total_q, total_kv = _check_count("total_q", total_q), _check_count("total_kv", total_kv)
+    max_seqlen_q = None if max_seqlen_q is None else check_max_seqlen("max_seqlen_q", max_seqlen_q)
+    max_seqlen_kv = None if max_seqlen_kv is None else check_max_seqlen("max_seqlen_kv", max_seqlen_kv)
+    if cu_seqlens_kv is None and total_kv is None:
+        total_kv = total_q
     packing = make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     same = packing.equal_lengths and packing.slots_kv is packing.slots_q and (total_kv, max_seqlen_kv) in (
         (None, None),
@@ -240,8 +244,19 @@ def validate_packed(
         if total is not None and ends[-1] > total:
             raise ValueError(f"{name}: the last entry is {ends[-1]}, beyond the {total} rows of {side}")
         longest = max((b - a for a, b in zip(values, values[1:])), default=0)
-        if max_seqlen is not None and longest > operator.index(max_seqlen):
+        if max_seqlen is not None and longest > max_seqlen:
             raise ValueError(f"max_seqlen_{side}={max_seqlen} is below the longest sequence, which has {longest} tokens")
+
+
+def _check_count(name: str, value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    count = operator.index(value)
+    if count < 0:
+        raise ValueError(f"{name} must be >= 0, got {count}")
+    return count
 
 
 def _check_contents(name: str, cu_seqlens: Tensor, rows_in_front: bool = False) -> list[int]:
@@ -263,6 +278,10 @@ class PackedCapacity(NamedTuple):
     cu_seqlens: Tensor
     cu_seqlens_padded: Tensor | None
     policy_index: Tensor | None
+
+
+def _types(values: object) -> str:
+    return ", ".join(sorted({type(value).__name__ for value in values})) if isinstance(values, (tuple, list)) else "?"
 
 
 def pad_packed_batch(
@@ -287,21 +306,30 @@ def pad_packed_batch(
         num_tokens, num_sequences: the capacity.
         max_seqlen: the bound that was captured or compiled; a longer sequence is refused.
         cu_seqlens_padded: [N + 1], where the batch has gaps.
-        policy_index: [N] int32; empty sequences get ``fill_policy``.
+        policy_index: [N] int32, a policy for each sequence in the caller's own counting; empty sequences get ``fill_policy``. For
+            prepared policies see :meth:`PreparedPolicies.pad_to`.
 
     Raises:
         ValueError: more tokens or sequences than the capacity, or a sequence above max_seqlen.
     """
     if isinstance(tensors, Tensor):
         raise TypeError("tensors must be a tuple of tensors over the packed rows, got one tensor: pass (tensor,)")
+    if not isinstance(tensors, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in tensors):
+        raise TypeError(f"tensors must be a tuple of tensors over the packed rows, got {type(tensors).__name__} of {_types(tensors)}")
     packing = make_packing(cu_seqlens, cu_seqlens, None, cu_seqlens_padded, None)
+    for name, value in (("num_tokens", num_tokens), ("num_sequences", num_sequences), ("fill_policy", fill_policy)):
+        if _check_count(name, value) is None:
+            raise TypeError(f"{name} must be an int, got None")
     num_tokens, num_sequences = operator.index(num_tokens), operator.index(num_sequences)
     rows, count = (tensors[0].shape[0] if tensors else num_tokens), cu_seqlens.shape[0] - 1
     if count > num_sequences:
         raise ValueError(f"num_sequences={num_sequences} is below the batch's {count} sequences")
     if rows > num_tokens:
         raise ValueError(f"num_tokens={num_tokens} is below the batch's {rows} rows")
-    validate_packed(cu_seqlens, total_q=rows, cu_seqlens_q_padded=cu_seqlens_padded, max_seqlen_q=max_seqlen)
+    validate_packed(cu_seqlens, total_q=rows, cu_seqlens_q_padded=cu_seqlens_padded)
+    if max_seqlen is not None and derive_max_seqlen("max_seqlen", cu_seqlens) > check_max_seqlen("max_seqlen", max_seqlen):
+        longest = derive_max_seqlen("max_seqlen", cu_seqlens)
+        raise ValueError(f"max_seqlen={max_seqlen} is below the longest sequence, which has {longest} tokens")
     padded = []
     for tensor in tensors:
         if tensor.shape[0] != rows:

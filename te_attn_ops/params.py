@@ -68,6 +68,20 @@ class AttentionParams:
     wide_offsets: bool = False
     device_index: int = -1
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            TypeError, ValueError: naming the field.
+        """
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
+        if self.device_type not in ("cpu", "cuda"):
+            raise ValueError(f"device_type must be 'cpu' or 'cuda', got {self.device_type!r}")
+        for name in ("num_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive int, got {value!r}")
+
     def replace(self, **changes: object) -> AttentionParams:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 

@@ -87,6 +87,18 @@ class PreparedPolicies:
         index = self.policy_index.to(device, non_blocking=non_blocking)
         return dataclasses.replace(self, policy_index=index, plans=self.plans if index is self.policy_index else [])
 
+    def pad_to(self, num_sequences: int, fill_policy: int = 0) -> PreparedPolicies:
+        """The same policies for a batch with empty sequences added at its end, as :func:`te_attn_ops.pad_packed_batch` adds them; they go
+        to policy number ``fill_policy``. Single-launch plans are left behind."""
+        count = self.policy_index.shape[0]
+        if num_sequences < count:
+            raise ValueError(f"num_sequences={num_sequences} is below the {count} sequences that were prepared")
+        if not 0 <= fill_policy < self.num_policies:
+            raise ValueError(f"fill_policy={fill_policy} is out of range: there are {self.num_policies} policies")
+        index = torch.cat([self.policy_index, self.policy_index.new_full((num_sequences - count,), fill_policy)])
+        contiguous = self.contiguous and num_sequences == count  # else not known without reading the index
+        return dataclasses.replace(self, policy_index=index, plans=[], contiguous=contiguous)
+
     @functools.cached_property
     def kind(self) -> tuple[object, ...]:
         """What a choice may depend on, as one hashable value."""
@@ -121,6 +133,7 @@ def prepare_thd_policies(
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
     mutable: bool = False,
+    keep_empty: bool = False,
     equal_lengths: bool = False,
     validate: bool = True,
     attention: Any = None,
@@ -132,24 +145,29 @@ def prepare_thd_policies(
 ) -> PreparedPolicies:
     """Checks a list of policies against a packed batch and routes every sequence to its policy.
 
-    Eager only, once per batch geometry (in a data loader, or before a graph is captured); it reads the ids on the host.
+    Eager only, once per batch geometry (in a data loader, or before a graph is captured); it reads the ids on the host. What it
+    returns belongs to these cu_seqlens: eager calls remember the routing for as long as the tensors are these and PyTorch counts no
+    change in them. It counts none that is made through another library (a NumPy array over the same memory): then prepare anew.
 
     Args:
         policies: dicts with ``sequence_ids`` (1-D int32/int64 tensor on the device of cu_seqlens, strictly ascending),
             ``mask_type`` (a padding type), ``window_size`` ((left, right) or None) and optionally ``bottom_right_diagonal``.
             Together the ids cover every sequence once. The order of the list means nothing. A policy without sequences is
-            accepted and, unless ``mutable``, dropped.
+            accepted and, unless ``mutable`` or ``keep_empty``, dropped.
         cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: [N + 1], as in :func:`thd_attention`.
         mutable: the contents of ``policy_index`` will be changed later; backends that bake the partition are not used.
+        keep_empty: keep policies without sequences too. Compiled code makes one graph per list of policies that it meets: with
+            this, one for all batches, which pay a launch for an empty policy.
         equal_lengths: promise that every sequence has as many query as key tokens although cu_seqlens_q and cu_seqlens_kv
             are two tensors; checked here.
         validate: also check the contents of cu_seqlens (:func:`validate_packed`).
         attention: makes the mask plan of the single-launch backend too, where that takes the attention: a :class:`PlanSpec`, a
             module with a ``plan_spec()`` method (ours have one), or a list of these. Without it, or where the backend refuses,
             calls use another dispatch and ``explain`` says so.
-        bottom_right_diagonal: the default that the calls will use, for policies that name none.
-        total_q, total_kv: rows of q and of k/v, for the plan; default the end of the last slot.
-        max_seqlen_q, max_seqlen_kv: bounds in tokens, for the plan and its later refreshes; default the longest sequence.
+        bottom_right_diagonal: for policies that name none, before the calls' own default.
+        total_q, total_kv: rows of q and of k/v, checked with ``validate`` and for the plan; default the end of the last slot.
+        max_seqlen_q, max_seqlen_kv: bounds in tokens, checked with ``validate`` and for the plan and its later refreshes; default
+            the longest sequence.
 
     Raises:
         TypeError, ValueError: naming the policy, the key, the value seen and what would be right.
@@ -160,17 +178,24 @@ def prepare_thd_policies(
         raise TypeError(f"cu_seqlens_q must be a tensor [num_sequences + 1], got {type(cu_seqlens_q).__name__}; policies come first")
     if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the capture of a CUDA graph")
+    flags = {"mutable": mutable, "keep_empty": keep_empty, "equal_lengths": equal_lengths, "validate": validate}
+    for name, value in {**flags, "bottom_right_diagonal": bottom_right_diagonal}.items():
+        if not isinstance(value, bool) and not (value is None and name == "bottom_right_diagonal"):
+            raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
     pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    bounds: dict[str, Any] = {"total_q": total_q, "total_kv": total_kv, "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
     if validate:
-        packing.validate_packed(
-            cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded=cu_seqlens_q_padded, cu_seqlens_kv_padded=cu_seqlens_kv_padded
-        )
+        slots: dict[str, Any] = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
+        packing.validate_packed(cu_seqlens_q, cu_seqlens_kv, **slots, **bounds)
     if equal_lengths and not pack.equal_lengths:
-        _check_equal_lengths(pack)
+        check_equal_lengths(pack)
     num_seqs = cu_seqlens_q.shape[0] - 1
     masks, ids = _check_policies(policies, cu_seqlens_q.device)
+    if bottom_right_diagonal is not None:
+        named = [mask.bottom_right_diagonal is not None for mask in masks]
+        masks = [m if n else dataclasses.replace(m, bottom_right_diagonal=bottom_right_diagonal) for m, n in zip(masks, named)]
     owner = _route(ids, num_seqs)
-    if not mutable:
+    if not (mutable or keep_empty):
         used = [p for p in range(len(masks)) if ids[p]] or list(range(min(1, len(masks))))
         masks = [masks[p] for p in used]
         owner = [used.index(p) for p in owner]
@@ -178,10 +203,8 @@ def prepare_thd_policies(
         policy_index = torch.tensor(owner, dtype=torch.int32, device=cu_seqlens_q.device)
     plans: list[SingleLaunchPlan] = []
     if attention is not None and not mutable:
-        bands = tuple(
-            policy.band(bottom_right_diagonal).canonical(pack.equal_lengths or equal_lengths) for policy in masks
-        )
-        geometry = _PlanGeometry.of(pack, policy_index, bands, total_q, total_kv, max_seqlen_q, max_seqlen_kv)
+        bands = tuple(policy.band(None).canonical(pack.equal_lengths or equal_lengths) for policy in masks)
+        geometry = _PlanGeometry.of(pack, policy_index, bands, **bounds)
         plans = _make_plans(attention, geometry)
     return PreparedPolicies(
         policy_index=policy_index,
@@ -193,7 +216,7 @@ def prepare_thd_policies(
     )
 
 
-def _check_equal_lengths(pack: packing.Packing) -> None:
+def check_equal_lengths(pack: packing.Packing) -> None:
     q = pack.cu_seqlens_q.long().diff()
     kv = pack.cu_seqlens_kv.long().diff()
     if not torch.equal(q, kv):
@@ -397,6 +420,8 @@ def refresh_thd_policies(
         ValueError: other masks, another number of sequences, or a single-launch plan that does not fit the old one's tensors:
             then prepare anew and capture again. ``prepared`` is as it was.
     """
+    if not isinstance(prepared, PreparedPolicies):
+        raise TypeError(f"prepared must be what prepare_thd_policies returned, got {type(prepared).__name__}")
     fresh = prepare_thd_policies(
         policies,
         cu_seqlens_q,
@@ -404,6 +429,7 @@ def refresh_thd_policies(
         cu_seqlens_q_padded=cu_seqlens_q_padded,
         cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         mutable=True,
+        bottom_right_diagonal=_shared_alignment(prepared.policies),
     )
     if fresh.policies != prepared.policies:
         raise ValueError(f"{ARGUMENT} must hold the masks that were prepared, {prepared.policies}; got {fresh.policies}")
@@ -419,10 +445,16 @@ def refresh_thd_policies(
         )
     pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     if prepared.equal_lengths and not pack.equal_lengths:
-        _check_equal_lengths(pack)
+        check_equal_lengths(pack)
     if prepared.plans:
         _refresh_plans(prepared, pack, fresh.policy_index, total_q, total_kv)
     prepared.policy_index.copy_(fresh.policy_index)
+
+
+def _shared_alignment(policies: tuple[AttentionPolicy, ...]) -> bool | None:
+    """What was given for policies that named none, if all have the same; else each must name its own again."""
+    found = {policy.bottom_right_diagonal for policy in policies}
+    return found.pop() if len(found) == 1 else None
 
 
 def _refresh_plans(

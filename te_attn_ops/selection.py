@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import environment, masks, plan as plans, ranks
-from .backends import BACKEND_NAMES, backend_number, get_backend
+from .backends import BACKEND_NAMES, backend_by_number, backend_number, get_backend
 from .logs import logger
 from .masks import Band
 from .params import AttentionParams
@@ -354,6 +354,12 @@ def _announce(selection: Selection) -> None:
 
 # ------------------------------------------------------------------------------------------------- the form that is traced
 _fast: dict[tuple[Any, ...], tuple[int, ...]] = {}
+
+
+@torch.compiler.assume_constant_result
+def uses_runs(backends: tuple[int, ...]) -> bool:
+    """Whether one of these backends makes use of a policy's sequences being one run of neighbours."""
+    return any(not backend_by_number(number).in_place for number in backends)
 
 
 @torch.compiler.assume_constant_result

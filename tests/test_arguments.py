@@ -7,8 +7,8 @@ import os
 import pytest
 import torch
 
-from te_attn_ops import NoBackendError, selection, testing, thd_attention
-from te_attn_ops.testing import CAUSAL, FULL, PackedCase, build
+from te_attn_ops import NoBackendError, prepare_thd_policies, selection, testing, thd_attention
+from te_attn_ops.testing import CAUSAL, FULL, Mask, PackedCase, build
 from tests.stubs import Stub, fresh_choices, install  # noqa: F401
 
 CU = torch.tensor([0, 2, 5], dtype=torch.int32)
@@ -67,6 +67,7 @@ POLICIES = [{"sequence_ids": torch.tensor([0, 1]), "mask_type": "padding", "wind
         ({"thd_attention_policy_dispatch": "padded"}, "thd_attention_policy_dispatch='padded' needs thd_attention_policies"),
         ({"selection": "fastest"}, "selection='fastest' is unknown; use 'static' or 'measured'"),
         ({"backend": "flash9"}, "backend='flash9' is unknown; use one of unfused, torch_flash"),
+        ({"attn_mask_type": "caussal"}, "attn_mask_type='caussal' is no mask type; use one of padding, "),
     ],
 )
 def test_malformed_options(arguments: dict[str, object], message: str) -> None:
@@ -222,3 +223,53 @@ def test_fp8_is_refused_by_name(dtype: torch.dtype) -> None:
     tensors = [x.to(dtype) for x in qkv()]
     with pytest.raises(NoBackendError, match="needs a floating dtype of 16 bits or more, found float8"):
         thd_attention(*tensors, CU, max_seqlen_q=3)
+
+
+# ------------------------------------------------------------------------------------------- what is remembered does not excuse the next
+def test_floats_are_no_ints_also_after_a_good_call() -> None:
+    inputs = build(PackedCase((3, 4), masks=(Mask("padding", (3, 2)),)))
+    inputs.attend()
+    for window in ((3.0, 2.0), (3, True)):
+        with pytest.raises(TypeError, match="window_size must hold ints"):
+            inputs.attend(window_size=window)
+    ids = torch.arange(2)
+    policy = {"sequence_ids": ids, "mask_type": "padding", "window_size": (2, 2), "bottom_right_diagonal": True}
+    inputs.attend(thd_attention_policies=[policy], attn_mask_type=None, window_size=None)
+    for wrong in ({"window_size": (2.0, 2.0)}, {"bottom_right_diagonal": 1}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            inputs.attend(thd_attention_policies=[policy | wrong], attn_mask_type=None, window_size=None)
+
+
+def test_offsets_are_checked_again_against_other_rows_and_bounds() -> None:
+    cu = torch.tensor([0, 10, 30, 40], dtype=torch.int32)
+    q = torch.randn(40, 2, 8)
+    thd_attention(q, q, q, cu, max_seqlen_q=20)
+    with pytest.raises(ValueError, match="max_seqlen_q=5 is below the longest sequence, which has 20 tokens"):
+        thd_attention(q, q, q, cu, max_seqlen_q=5)
+    with pytest.raises(ValueError, match="cu_seqlens_q: the last entry is 40, beyond the 25 rows of q"):
+        thd_attention(q[:25], q[:25], q[:25], cu, max_seqlen_q=20)
+    thd_attention(q, q, q, cu, max_seqlen_q=20)
+
+
+def test_a_promise_of_equal_lengths_is_checked_against_each_batch() -> None:
+    cu, other = torch.tensor([0, 10, 40], dtype=torch.int32), torch.tensor([0, 20, 40], dtype=torch.int32)
+    q = torch.randn(40, 2, 8)
+    policies = [{"sequence_ids": torch.arange(2), "mask_type": "padding_causal", "window_size": None}]
+    prepared = prepare_thd_policies(policies, cu, cu.clone(), equal_lengths=True)
+    thd_attention(q, q, q, cu, cu.clone(), max_seqlen_q=30, max_seqlen_kv=30, thd_attention_policies=prepared)
+    with pytest.raises(ValueError, match="equal_lengths=True, but sequence 0 has 10 query and 20 key tokens"):
+        thd_attention(q, q, q, cu, other, max_seqlen_q=30, max_seqlen_kv=30, thd_attention_policies=prepared)
+
+
+def test_an_unknown_selection_variable_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TE_ATTN_OPS_SELECTION", "fast")
+    with pytest.warns(UserWarning, match="TE_ATTN_OPS_SELECTION='fast' is unknown and 'static' is used: it takes static or measured"):
+        build(PackedCase((3, 4))).attend()
+
+
+@pytest.mark.parametrize("scale", [float("nan"), -0.1, 0.0])
+def test_a_wrong_scale_is_refused_under_compile_too(scale: float) -> None:
+    inputs = build(PackedCase((3, 4)))
+    compiled = torch.compile(thd_attention, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"softmax_scale must be positive|Observed exception|BUILD_STRING"):
+        inputs.attend(compiled, softmax_scale=scale)

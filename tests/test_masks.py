@@ -75,7 +75,7 @@ def test_types_without_padding_do_not_fit_the_packed_layout(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["Padding", "", "padding causal", "sliding_window", "padding_bottom_right"])
 def test_unknown_type(name: str) -> None:
-    with pytest.raises(ValueError, match=f"attn_mask_type='{name}' is no mask type; use one of no_mask, padding"):
+    with pytest.raises(ValueError, match=f"attn_mask_type='{name}' is no mask type; use one of padding, padding_causal"):
         resolve_mask(name)
 
 

@@ -212,7 +212,7 @@ def test_pad_packed_batch_keeps_gaps() -> None:
     [
         ({"num_sequences": 2}, "num_sequences=2 is below the batch's 3 sequences"),
         ({"num_tokens": 8}, "num_tokens=8 is below the batch's 9 rows"),
-        ({"max_seqlen": 3}, "max_seqlen_q=3 is below the longest sequence, which has 4 tokens"),
+        ({"max_seqlen": 3}, "max_seqlen=3 is below the longest sequence, which has 4 tokens"),
         ({"cu_seqlens": cu(0, 5, 3, 9)}, "cu_seqlens_q must not descend"),
         ({"tensors": (torch.zeros(9), torch.zeros(8))}, "tensors must share their first dimension: got 8 and 9"),
     ],
@@ -232,3 +232,32 @@ def test_a_batch_brought_to_capacity_gives_the_same_rows(mask: testing.Mask) -> 
     )
     out = thd_attention(*padded.tensors, padded.cu_seqlens, max_seqlen_q=8, attn_mask_type=mask.attn_mask_type)
     assert torch.equal(out[:9], plain) and not out[9:].any()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_tokens": 64.0}, "num_tokens must be an int, got float 64.0"),
+        ({"num_sequences": None}, "num_sequences must be an int, got None"),
+        ({"tensors": ([1, 2],)}, "tensors must be a tuple of tensors over the packed rows, got tuple of list"),
+        ({"tensors": {"q": torch.zeros(9)}}, "tensors must be a tuple of tensors over the packed rows, got dict"),
+        ({"max_seqlen": 2.5}, r"max_seqlen must be an int \(tokens\), got float"),
+    ],
+)
+def test_pad_packed_batch_names_wrong_types(changes: dict[str, object], message: str) -> None:
+    arguments = {"tensors": (torch.zeros(9),), "cu_seqlens": cu(0, 3, 5, 9), "num_tokens": 12, "num_sequences": 5, **changes}
+    with pytest.raises(TypeError, match=message):
+        pad_packed_batch(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"total_kv": 8}, ValueError, "the last entry is 9, beyond the 8 rows of kv"),
+        ({"total_q": "9"}, TypeError, "total_q must be an int, got str '9'"),
+        ({"max_seqlen_q": 2.5}, TypeError, r"max_seqlen_q must be an int \(tokens\), got float"),
+    ],
+)
+def test_validate_packed_names_wrong_bounds(changes: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        validate_packed(cu(0, 3, 5, 9), **changes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_attn_ops import AttentionPolicy, prepare_thd_policies, testing, thd_attention
+from te_attn_ops import AttentionPolicy, pad_packed_batch, prepare_thd_policies, refresh_thd_policies, testing, thd_attention
 from te_attn_ops.masks import Band
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, PackedCase, build
 
@@ -243,3 +243,65 @@ def test_policies_of_another_batch() -> None:
     q = torch.zeros(12, 1, 4)
     with pytest.raises(ValueError, match="was prepared for 4 sequences, cu_seqlens_q has 2: prepare it again for this batch"):
         thd_attention(q, q, q, torch.tensor([0, 6, 12]), max_seqlen_q=6, thd_attention_policies=prepared)
+
+
+# ------------------------------------------------------------------------------------------------------------- what belongs to a batch
+def test_the_default_alignment_of_prepare_reaches_the_calls() -> None:
+    case = PackedCase((4, 7), (9, 3), masks=(Mask("padding", (3, 2)),))
+    inputs = build(case)
+    both = policy(0, 1, window=(3, 2))
+    offsets = (inputs.cu_seqlens_q, inputs.cu_seqlens_kv)
+    for default in (False, True):
+        prepared = prepare_thd_policies([both], *offsets, bottom_right_diagonal=default)
+        want = inputs.attend(bottom_right_diagonal=default)
+        assert torch.equal(inputs.attend(thd_attention_policies=prepared, attn_mask_type=None, window_size=None), want)
+        refresh_thd_policies(prepared, [both], *offsets)  # names none either
+    # A policy's own word stands.
+    named = prepare_thd_policies([{**both, "bottom_right_diagonal": True}], *offsets, bottom_right_diagonal=False)
+    assert named.policies[0].bottom_right_diagonal is True
+
+
+def test_policies_follow_a_batch_to_its_capacity() -> None:
+    inputs = build(PackedCase((3, 5, 2), masks=(CAUSAL, FULL), owner=(0, 1, 0)), requires_grad=False)
+    padded = pad_packed_batch((inputs.q, inputs.k, inputs.v), inputs.cu_seqlens_q, num_tokens=16, num_sequences=5)
+    policies = inputs.prepared.pad_to(5, fill_policy=1)
+    assert policies.policy_index.tolist() == [0, 1, 0, 1, 1]
+    out = thd_attention(*padded.tensors, padded.cu_seqlens, max_seqlen_q=5, thd_attention_policies=policies)
+    assert torch.allclose(out[:10], inputs.attend()) and not out[10:].any()
+    assert inputs.prepared.pad_to(3).contiguous == inputs.prepared.contiguous
+    with pytest.raises(ValueError, match="fill_policy=2 is out of range: there are 2 policies"):
+        inputs.prepared.pad_to(5, fill_policy=2)
+    with pytest.raises(ValueError, match="num_sequences=2 is below the 3 sequences"):
+        inputs.prepared.pad_to(2)
+
+
+def test_an_empty_policy_is_kept_on_request() -> None:
+    policies = [policy(), policy(0, 1, 2, 3, mask_type="padding_causal")]
+    assert prepare_thd_policies(policies, CU).num_policies == 1
+    kept = prepare_thd_policies(policies, CU, keep_empty=True)
+    assert kept.num_policies == 2 and kept.policy_index.tolist() == [1, 1, 1, 1] and kept.contiguous
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"mutable": "no"}, TypeError, "mutable must be a bool, got str 'no'"),
+        ({"equal_lengths": 1}, TypeError, "equal_lengths must be a bool, got int 1"),
+        ({"keep_empty": None}, TypeError, "keep_empty must be a bool, got NoneType None"),
+        ({"bottom_right_diagonal": "x"}, TypeError, "bottom_right_diagonal must be a bool, got str 'x'"),
+        ({"total_q": 3}, ValueError, "cu_seqlens_q: the last entry is 16, beyond the 3 rows of q"),
+        ({"max_seqlen_q": 2}, ValueError, "max_seqlen_q=2 is below the longest sequence, which has 4 tokens"),
+        ({"max_seqlen_q": torch.tensor(4)}, TypeError, "max_seqlen_q must be an int"),
+    ],
+)
+def test_wrong_options_are_named(options: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        prepare_thd_policies([policy(0, 1, 2, 3)], CU, **options)
+
+
+def test_what_is_no_prepared_policies_is_named() -> None:
+    with pytest.raises(TypeError, match="prepared must be what prepare_thd_policies returned, got NoneType"):
+        refresh_thd_policies(None, [policy(0, 1, 2, 3)], CU)
+    x = torch.randn(16, 2, 8)
+    with pytest.raises(TypeError, match="thd_attention_policies must be a list of dicts, got Tensor"):
+        thd_attention(x, x, x, CU, max_seqlen_q=4, thd_attention_policies=torch.tensor([0, 0, 0, 0]))

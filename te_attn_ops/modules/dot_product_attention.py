@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ..attention import thd_attention
+from ..backends import BACKEND_NAMES
 from ..masks import PADDING_MASK_TYPES, normalize_mask_type, normalize_window, resolve_mask
 from ..policies import PlanSpec, PreparedPolicies
 from .layers import drop_extra_state
@@ -73,9 +75,11 @@ class DotProductAttention(torch.nn.Module):
         super().__init__()
         refuse_unsupported(attention_dropout=attention_dropout, softcap=softcap, cp_group=cp_group, softmax_type=softmax_type)
         num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
+        check_overrides(backend=backend, pad_head_dim=pad_head_dim, sanitize_padding=sanitize_padding, selection=selection)
+        check_softmax_scale(softmax_scale)
         tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         check_heads(num_attention_heads, num_gqa_groups, tp_size)
-        self.head_dim_qk, self.head_dim_v = (kv_channels, kv_channels) if isinstance(kv_channels, int) else kv_channels
+        self.head_dim_qk, self.head_dim_v = _head_dims(kv_channels)
         if attention_type not in ("self", "cross"):
             raise ValueError(f"attention_type={attention_type!r} is unknown; use 'self' or 'cross'")
         self.num_attention_heads = num_attention_heads // tp_size
@@ -363,13 +367,44 @@ class DotProductAttention(torch.nn.Module):
 
 
 def check_heads(num_attention_heads: int, num_gqa_groups: int, tp_size: int = 1) -> None:
-    """Raises ValueError where query heads, groups and tensor-parallel ranks do not divide."""
+    """Raises TypeError and ValueError where these are no ints, or query heads, groups and tensor-parallel ranks do not divide."""
+    for name, value in (("num_attention_heads", num_attention_heads), ("num_gqa_groups", num_gqa_groups), ("tp_size", tp_size)):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     if num_attention_heads < 1 or num_gqa_groups < 1 or num_attention_heads % num_gqa_groups:
         raise ValueError(
             f"num_attention_heads must be a positive multiple of num_gqa_groups, got {num_attention_heads} and {num_gqa_groups}"
         )
     if tp_size < 1 or num_gqa_groups % tp_size:
         raise ValueError(f"num_gqa_groups must be a multiple of tp_size, got {num_gqa_groups} and {tp_size}")
+
+
+def _head_dims(kv_channels: object) -> tuple[int, int]:
+    pair = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
+    if len(pair) != 2 or not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in pair):
+        raise TypeError(f"kv_channels must be a positive int or a pair (head_dim_qk, head_dim_v) of them, got {kv_channels!r}")
+    return pair[0], pair[1]
+
+
+def check_overrides(*, backend: object, pad_head_dim: object, sanitize_padding: object, selection: object) -> None:
+    """A constructor's choices for all its calls, as :func:`te_attn_ops.thd_attention` takes them."""
+    if backend is not None and backend not in BACKEND_NAMES:
+        raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKEND_NAMES)}, or None")
+    if pad_head_dim is not None and not isinstance(pad_head_dim, bool):
+        raise TypeError(f"pad_head_dim must be a bool or None, got {type(pad_head_dim).__name__} {pad_head_dim!r}")
+    if not isinstance(sanitize_padding, bool):
+        raise TypeError(f"sanitize_padding must be a bool, got {type(sanitize_padding).__name__} {sanitize_padding!r}")
+    if selection not in (None, "static", "measured"):
+        raise ValueError(f"selection={selection!r} is unknown; use 'static' or 'measured', or None")
+
+
+def check_softmax_scale(softmax_scale: object) -> None:
+    if softmax_scale is None:
+        return
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        raise TypeError(f"softmax_scale must be a number or None, got {type(softmax_scale).__name__} {softmax_scale!r}")
+    if not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
 
 
 def check_mask_arguments(

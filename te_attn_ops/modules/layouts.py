@@ -44,6 +44,10 @@ def unpack_projection(
     Raises:
         ValueError: inputs missing or given twice, or a packed tensor of another shape.
     """
+    given = {"query_layer": query_layer, "key_layer": key_layer, "value_layer": value_layer, "qkv_layer": qkv_layer, "kv_layer": kv_layer}
+    for name, value in given.items():
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if qkv_layer is None and kv_layer is None:
         if query_layer is None or key_layer is None or value_layer is None:
             raise ValueError(

@@ -76,6 +76,7 @@ class LayerNormMLP(torch.nn.Module):
         hidden_size: int,
         ffn_hidden_size: int,
         eps: float = 1e-5,
+        *,
         init_method: InitMethod | None = None,
         output_layer_init_method: InitMethod | None = None,
         bias: bool = True,

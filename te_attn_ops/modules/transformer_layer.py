@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..masks import normalize_mask_type, require_padding_mask_type
 from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
-from .dot_product_attention import check_mask_arguments
+from .dot_product_attention import check_mask_arguments, refuse_arbitrary
 from .layers import InitMethod, Norm, drop_extra_state, factory_arguments, reset_children
 from .layouts import check_qkv_format
 from .mlp import LayerNormMLP
@@ -131,6 +132,8 @@ class TransformerLayer(torch.nn.Module):
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
+        if isinstance(hidden_dropout, bool) or not isinstance(hidden_dropout, (int, float)) or not 0.0 <= hidden_dropout <= 1.0:
+            raise ValueError(f"hidden_dropout must be a probability, from 0 to 1, got {hidden_dropout!r}")
         self.hidden_dropout = hidden_dropout
         self.layer_number = layer_number
         self.activation_checkpointing = check_mode(activation_checkpointing)
@@ -290,11 +293,15 @@ class TransformerLayer(torch.nn.Module):
             "thd_attention_policies": thd_attention_policies,
             "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
         }
+        enc_dec_attn_mask_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
+        self._check_masks(self_attn_mask_type, enc_dec_attn_mask_type)
+        if self.layer_type == "decoder" and encoder_output is None:
+            raise ValueError("encoder_output is needed by layer_type 'decoder', got None")
         if enc_dec_bottom_right_diagonal is None:
             enc_dec_bottom_right_diagonal = self.enc_dec_bottom_right_diagonal
         cross: dict[str, Any] = {
             **common,
-            "attn_mask_type": self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type,
+            "attn_mask_type": enc_dec_attn_mask_type,
             "window_size": self.enc_dec_window_size if enc_dec_window_size is None else enc_dec_window_size,
             "bottom_right_diagonal": enc_dec_bottom_right_diagonal,
             "cu_seqlens_kv": cu_seqlens_kv,
@@ -307,6 +314,21 @@ class TransformerLayer(torch.nn.Module):
 
         dropout = self.training and self.hidden_dropout > 0
         return run_checkpointed(self.activation_checkpointing, layer, hidden_states, encoder_output, preserve_rng_state=dropout)
+
+    def _check_masks(self, self_attn_mask_type: str | None, enc_dec_attn_mask_type: str) -> None:
+        """Under the names that this layer's arguments have, and before anything runs."""
+        given = {"self_attn_mask_type": self_attn_mask_type}
+        if self.layer_type == "decoder":
+            given["enc_dec_attn_mask_type"] = enc_dec_attn_mask_type
+        for name, mask_type in given.items():
+            if mask_type is None:
+                continue
+            if mask_type == "arbitrary":
+                refuse_arbitrary(mask_type, name)
+            elif self.attn_input_format == "thd":
+                require_padding_mask_type(mask_type, name)
+            else:
+                normalize_mask_type(mask_type, name)
 
     def _layer(
         self, hidden_states: Tensor, encoder_output: Tensor | None, own: dict[str, Any], cross: dict[str, Any]

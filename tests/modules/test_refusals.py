@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -215,7 +216,7 @@ def test_wrong_constructor_arguments_are_named(kind: str, options: dict[str, Any
 
 
 def test_cross_attention_needs_an_encoder_output() -> None:
-    with pytest.raises(ValueError, match="encoder_output is needed by attention_type 'cross'"):
+    with pytest.raises(ValueError, match="encoder_output is needed by layer_type 'decoder'"):
         call("layer", make("layer", layer_type="decoder", enc_dec_attn_mask_type="padding"))
 
 
@@ -277,3 +278,47 @@ def test_a_training_step_reads_nothing_on_the_host(options: dict[str, Any]) -> N
     x = torch.randn(5, 2, 16) if dense else torch.randn(12, 16)
     grads = trace_without_sync(step, dict(layer.named_parameters()), x, rope, CU, padded, prepared)
     assert [grad.shape for grad in grads] == [p.shape for p in layer.parameters()]
+
+
+# ------------------------------------------------------------------------------------------------- under the names that the user has
+def test_a_decoders_masks_are_named_before_anything_runs() -> None:
+    options = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal", "layer_type": "decoder", "device": "cpu"}
+    layer, x = TransformerLayer(16, 24, 2, **options), torch.randn(8, 16)
+    arguments = {"cu_seqlens_q": CU, "max_seqlen_q": 5, "cu_seqlens_kv": CU, "max_seqlen_kv": 5}
+    with mock.patch.object(layer.self_attention, "forward", side_effect=AssertionError("ran")):
+        with pytest.raises(ValueError, match="enc_dec_attn_mask_type='no_mask' does not fit the packed"):
+            layer(x, encoder_output=x, **arguments)
+        with pytest.raises(ValueError, match="self_attn_mask_type='foo' is no mask type; use one of padding, "):
+            layer(x, encoder_output=x, self_attn_mask_type="foo", enc_dec_attn_mask_type="padding", **arguments)
+        with pytest.raises(ValueError, match="encoder_output is needed by layer_type 'decoder', got None"):
+            layer(x, enc_dec_attn_mask_type="padding", **arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "error", "message"),
+    [
+        ((4, "64"), {}, TypeError, "kv_channels must be a positive int or a pair .* got '64'"),
+        ((4, 8.0), {}, TypeError, "kv_channels must be a positive int or a pair .* got 8.0"),
+        ((4, 0), {}, TypeError, "kv_channels must be a positive int or a pair .* got 0"),
+        ((4.0, 8), {}, TypeError, "num_attention_heads must be an int, got float 4.0"),
+        ((4, 8), {"backend": "flash9"}, ValueError, "backend='flash9' is unknown; use one of unfused"),
+        ((4, 8), {"pad_head_dim": "yes"}, TypeError, "pad_head_dim must be a bool or None, got str 'yes'"),
+        ((4, 8), {"selection": "x"}, ValueError, "selection='x' is unknown"),
+        ((4, 8), {"softmax_scale": "x"}, TypeError, "softmax_scale must be a number or None, got str 'x'"),
+        ((4, 8), {"softmax_scale": -1.0}, ValueError, "softmax_scale must be positive and finite, got -1.0"),
+    ],
+)
+def test_a_constructor_checks_what_its_calls_would_meet(
+    arguments: tuple[Any, ...], options: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        DotProductAttention(*arguments, **options)
+
+
+def test_inputs_that_are_no_tensors_are_named() -> None:
+    module = DotProductAttention(2, 8, qkv_format="thd", attn_mask_type="padding")
+    x = torch.randn(5, 2, 8)
+    with pytest.raises(TypeError, match="key_layer must be a tensor, got list"):
+        module(x, [1.0], x, cu_seqlens_q=CU, max_seqlen_q=3)
+    with pytest.raises(ValueError, match="hidden_dropout must be a probability, from 0 to 1, got 'a'"):
+        TransformerLayer(16, 24, 2, hidden_dropout="a", device="cpu")
