@@ -260,6 +260,8 @@ def _request_of(
         raise ValueError(
             f"thd_attention_policy_dispatch={thd_attention_policy_dispatch!r} is unknown; use one of {', '.join(DISPATCHES)}"
         )
+    if pad_head_dim is not None and not isinstance(pad_head_dim, bool):
+        raise TypeError(f"pad_head_dim must be a bool or None, got {type(pad_head_dim).__name__} {pad_head_dim!r}")
     if selection not in (None, "static", "measured"):
         raise ValueError(f"selection={selection!r} is unknown; use 'static' or 'measured'")
     if selection is None:

@@ -371,3 +371,18 @@ def test_a_recorded_call_is_not_kept_from_the_cache() -> None:
     q, k, v, cu = tensors()
     explain(q, k, v, cu, max_seqlen_q=5)
     assert not attention._DECISIONS, "a recorded call left a decision behind"
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"head_dim_qk": -3}, ValueError, "head_dim_qk must be a positive int, got -3"),
+        ({"device_type": "tpu"}, ValueError, "device_type must be 'cpu' or 'cuda', got 'tpu'"),
+        ({"dtype": "bf16"}, TypeError, "dtype must be a torch.dtype, got str 'bf16'"),
+    ],
+)
+def test_wrong_params_are_named(fields: dict[str, object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        AttentionParams(**fields)
+    with pytest.raises(TypeError, match="pad_head_dim must be a bool or None, got str 'x'"):
+        explain(AttentionParams(device_type="cpu"), pad_head_dim="x")

@@ -165,6 +165,8 @@ class MultiheadAttention(torch.nn.Module):
         self.layer_number = 1 if layer_number is None else layer_number
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.name = name
+        if kv_channels is not None and (isinstance(kv_channels, bool) or not isinstance(kv_channels, int) or kv_channels < 1):
+            raise TypeError(f"kv_channels must be a positive int, got {kv_channels!r}; unequal widths come with the MLA arguments")
         self.head_dim = kv_channels if kv_channels else hidden_size // num_attention_heads
         if self.latent is not None:
             self._check_latent(kv_channels, qk_norm_type)

@@ -95,6 +95,9 @@ def rotary_table(
 
     A sequence longer than the table is an error: at once where shapes tell it, else an index out of range on the device.
     """
+    for name, value in (("rotary_pos_emb", freqs), ("cu_seqlens_q or cu_seqlens_kv", cu_seqlens)):
+        if value is not None and not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
         raise ValueError(f"rotary_pos_emb must be angles [positions, 1, 1, width], got shape {tuple(freqs.shape)}")
     freqs = freqs.to(torch.promote_types(freqs.dtype, torch.float32))

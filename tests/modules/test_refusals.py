@@ -320,5 +320,13 @@ def test_inputs_that_are_no_tensors_are_named() -> None:
     x = torch.randn(5, 2, 8)
     with pytest.raises(TypeError, match="key_layer must be a tensor, got list"):
         module(x, [1.0], x, cu_seqlens_q=CU, max_seqlen_q=3)
+    layer = MultiheadAttention(16, 2, attention_dropout=0.0, attn_mask_type="padding", qkv_format="thd", device="cpu")
+    hidden = torch.randn(8, 16)
+    with pytest.raises(TypeError, match="rotary_pos_emb must be a tensor, got list"):
+        layer(hidden, rotary_pos_emb=[1.0], cu_seqlens_q=CU, max_seqlen_q=5)
+    with pytest.raises(TypeError, match="cu_seqlens_q or cu_seqlens_kv must be a tensor, got list"):
+        layer(hidden, rotary_pos_emb=RotaryPositionEmbedding(8, device="cpu")(8), cu_seqlens_q=[0, 3, 8], max_seqlen_q=5)
+    with pytest.raises(TypeError, match=r"kv_channels must be a positive int, got \(8, 4\)"):
+        MultiheadAttention(16, 2, (8, 4), device="cpu")
     with pytest.raises(ValueError, match="hidden_dropout must be a probability, from 0 to 1, got 'a'"):
         TransformerLayer(16, 24, 2, hidden_dropout="a", device="cpu")
