@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import subprocess
 import sys
 import time
@@ -47,6 +49,8 @@ def main() -> int:
     parser.add_argument("--commit", default=None, help="default: HEAD of this checkout")
     parser.add_argument("--out", type=Path, default=common.RESULTS / "gpu_tests.json")
     arguments, rest = parser.parse_known_args()
+    if importlib.util.find_spec("xdist") is not None and not any(argument.startswith(("-n", "--numprocesses")) for argument in rest):
+        rest = ["-n", str(max(1, min(8, (os.cpu_count() or 2) // 2))), *rest]  # most of the time goes into compiling kernels
     outcome, start = _Outcome(), time.time()
     code = pytest.main(["-m", "gpu", "-q", "-p", "no:cacheprovider", *rest], plugins=[outcome])
     common.write_json(
