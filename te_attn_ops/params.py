@@ -82,6 +82,16 @@ class AttentionParams:
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive int, got {value!r}")
 
+        for name in ("max_seqlen_q", "max_seqlen_kv"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                raise ValueError(f"{name} must be an int >= 0, got {value!r}")
+        if not isinstance(self.bands, tuple) or not self.bands or not all(isinstance(band, Band) for band in self.bands):
+            raise TypeError(f"bands must be a non-empty tuple of Band, got {self.bands!r}")
+        for name in ("equal_lengths", "has_gaps", "is_training", "deterministic", "return_max_logit", "static_membership"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+
     def replace(self, **changes: object) -> AttentionParams:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 

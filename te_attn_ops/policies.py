@@ -87,6 +87,10 @@ class PreparedPolicies:
         index = self.policy_index.to(device, non_blocking=non_blocking)
         return dataclasses.replace(self, policy_index=index, plans=self.plans if index is self.policy_index else [])
 
+    def pin_memory(self) -> PreparedPolicies:
+        """The same policies in pinned memory, as ``DataLoader(pin_memory=True)`` asks for them."""
+        return dataclasses.replace(self, policy_index=self.policy_index.pin_memory())
+
     def pad_to(self, num_sequences: int, fill_policy: int = 0) -> PreparedPolicies:
         """The same policies for a batch with empty sequences added at its end, as :func:`te_attn_ops.pad_packed_batch` adds them; they go
         to policy number ``fill_policy``. Single-launch plans are left behind."""

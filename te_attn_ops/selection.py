@@ -482,6 +482,8 @@ def should_pad_qkv_head_dim(params: AttentionParams, invalidate_cache: bool = Fa
 
     ``invalidate_cache`` looks at the packages and the device again first, as the flag of TransformerEngine's function does.
     """
+    if not isinstance(params, AttentionParams):
+        raise TypeError(f"params must be AttentionParams, got {type(params).__name__}")
     if invalidate_cache:
         invalidate()
     return select(Request(params)).head_dim_padded != 0

@@ -231,11 +231,27 @@ def test_doctor_tells_another_device_from_a_bad_build(monkeypatch: pytest.Monkey
     states = {b["name"]: (b["state"], b["detail"]) for b in found["backends"]}
     assert code == 0
     assert states["flash4"] == ("wrong_device", "needs sm90 or newer, found sm80")
-    assert states["flash2"] == ("passed", "inference only; inference only")
+    assert states["flash2"] == ("passed", "inference only")
     install(monkeypatch, Stub("unfused"), Stub("flash4", refuse_all))
     code, found = run_json(capsys, "doctor")
     states = {b["name"]: (b["state"], b["detail"]) for b in found["backends"]}
     assert (code, states["flash4"]) == (1, ("refused", "refuses everything"))
+
+
+def test_doctor_tests_a_backend_on_the_masks_that_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def full_only(p: AttentionParams) -> Iterator[str]:
+        if not all(band.is_full for band in p.bands):
+            yield "takes full attention only"
+
+    def nothing(p: AttentionParams) -> Iterator[str]:
+        yield "takes nothing"
+
+    install(monkeypatch, Stub("unfused"), Stub("flash4", full_only), Stub("flash2", nothing))
+    code, found = run_json(capsys, "doctor")
+    states = {b["name"]: (b["state"], b["detail"]) for b in found["backends"]}
+    assert code == 1
+    assert states["flash4"] == ("passed", "takes not: one mask, two policies")
+    assert states["flash2"] == ("refused", "takes nothing")
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -42,6 +42,27 @@ class _Projected(NamedTuple):
     layernorm_output: Tensor | None = None
 
 
+def _row_order(module: Any) -> str:
+    return "grouped by key/value head" if module.qkv_weight_interleaved else "queries, keys, values"
+
+
+def _note_row_order(module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any]) -> None:
+    """Into the state dict's metadata, which torch.save keeps: names and shapes of both orders are the same."""
+    local_metadata["qkv_row_order"] = _row_order(module)
+
+
+def _check_row_order(
+    module: Any, state_dict: Any, prefix: str, local_metadata: dict[str, Any], strict: bool, missing: Any, unexpected: Any,
+    error_msgs: list[str],
+) -> None:  # fmt: skip
+    found = local_metadata.get("qkv_row_order", _row_order(module))
+    if found != _row_order(module):
+        error_msgs.append(
+            f"the rows of {prefix}'s QKV weight stand as {found!r}, this module has {_row_order(module)!r}: construct it with the "
+            "fuse_qkv_params and qkv_weight_interleaved that the state dict was saved with"
+        )
+
+
 class MultiheadAttention(torch.nn.Module):
     """Multi-head attention with its projections, with TransformerEngine's constructor and forward arguments.
 
@@ -203,6 +224,8 @@ class MultiheadAttention(torch.nn.Module):
             **factory,
         )
         self.register_load_state_dict_pre_hook(drop_extra_state)
+        self.register_state_dict_post_hook(_note_row_order)
+        self.register_load_state_dict_pre_hook(_check_row_order)
 
     # ----------------------------------------------------------------------------------------------------------- construction
     def _check_latent(self, kv_channels: int | None, qk_norm_type: str | None) -> None:

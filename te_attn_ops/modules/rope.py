@@ -50,12 +50,20 @@ class RotaryPositionEmbedding(torch.nn.Module):
         dim = int(dim * rotary_percent) if rotary_percent < 1.0 else dim
         if dim < 2 or dim % 2:
             raise ValueError(f"the rotated width must be even and at least 2, got {dim}")
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=factory_arguments(device, None)["device"]) / dim
-        self.register_buffer("inv_freq", 1.0 / rotary_base**exponents)
+        device = factory_arguments(device, None)["device"]
+        self.register_buffer("inv_freq", torch.empty(dim // 2, dtype=torch.float32, device=device))
         self.seq_len_interpolation_factor = seq_len_interpolation_factor
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
         self.interleaved = interleaved
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Fills the buffer of frequencies again; after ``to_empty`` it ends deferred (meta) initialisation."""
+        dim = 2 * self.inv_freq.shape[0]
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=self.inv_freq.device) / dim
+        with torch.no_grad():
+            self.inv_freq.copy_(1.0 / self.rotary_base**exponents)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles [max_seq_len, 1, 1, rotated width] of the positions offset, offset + 1, ..."""

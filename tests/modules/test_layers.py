@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Sequence
 from typing import Any
 
@@ -572,3 +573,30 @@ def test_plan_spec(kind: str) -> None:
     assert (spec.num_heads, spec.num_gqa_groups, spec.head_dim_qk, spec.head_dim_v, spec.training) == (8, 8, 192, 128, True)
     assert spec.dtype == (torch.bfloat16 if kind == "dpa" else torch.float16)
     assert module.eval().plan_spec(torch.bfloat16).training is False
+
+
+# ------------------------------------------------------------------------------------------------- what a checkpoint must not mix up
+def test_row_orders_of_fused_projections_are_told_apart() -> None:
+    """Names and shapes are the same: only the state dict's metadata tells."""
+
+    def layer(**options: Any) -> TransformerLayer:
+        return TransformerLayer(32, 24, 4, num_gqa_groups=2, hidden_dropout=0.0, device="cpu", **options)
+
+    for fused in (True, False):
+        file = io.BytesIO()
+        torch.save(layer(fuse_qkv_params=fused).state_dict(), file)
+        file.seek(0)
+        saved = torch.load(file)
+        layer(fuse_qkv_params=fused).load_state_dict(saved)
+        with pytest.raises(RuntimeError, match="construct it with the fuse_qkv_params and qkv_weight_interleaved"):
+            layer(fuse_qkv_params=not fused).load_state_dict(saved)
+    layer().load_state_dict(dict(saved))  # without the note, as from safetensors
+
+
+def test_rotary_frequencies_come_back_after_deferred_initialisation() -> None:
+    want = RotaryPositionEmbedding(16, device="cpu")
+    with torch.device("meta"):
+        rope = RotaryPositionEmbedding(16)
+    rope.to_empty(device="cpu")
+    rope.reset_parameters()
+    assert torch.equal(rope.inv_freq, want.inv_freq) and torch.equal(rope(5), want(5))
