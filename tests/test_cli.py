@@ -238,6 +238,7 @@ def test_doctor_tells_another_device_from_a_bad_build(monkeypatch: pytest.Monkey
     assert (code, states["flash4"]) == (1, ("refused", "refuses everything"))
 
 
+@pytest.mark.usefixtures("on_cpu")
 def test_doctor_tests_a_backend_on_the_masks_that_it_takes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def full_only(p: Any) -> Any:
         if not all(band.is_full for band in p.bands):
