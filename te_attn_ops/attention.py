@@ -118,11 +118,11 @@ def thd_attention(
     decision = decide(q, k, v, pack, prepared, bucket, is_training, mask, options)
     if eager:
         sizes = (q.shape[0], k.shape[0], bound_q, bound_kv)
-        if routing is None or routing.sizes != sizes:
-            _check_contents(pack, prepared, q, k, bound_q, bound_kv)
+        if routing is None or sizes not in routing.checked:
+            checked = _check_contents(pack, prepared, q, k, bound_q, bound_kv)
             routing = _ROUTINGS.keep(cu_seqlens, prepared) if routing is None else routing
-            if routing is not None:
-                routing.sizes = sizes
+            if routing is not None and checked:
+                routing.note(sizes)
     if eager and decision.plan[1] & plans.PLAIN_CU_SEQLENS:
         subsets = packing.plain_subsets(pack.cu_seqlens_q, pack.cu_seqlens_kv, copy=is_training)
     else:
@@ -203,14 +203,18 @@ def _check_scale(softmax_scale: object) -> float:
 
 def _check_contents(
     pack: packing.Packing, prepared: PreparedPolicies | None, q: Tensor, k: Tensor, max_seqlen_q: int, max_seqlen_kv: int
-) -> None:
-    """What only the contents of cu_seqlens can tell, where reading them is free: on the CPU; elsewhere with TE_ATTN_OPS_VALIDATE=1."""
+) -> bool:
+    """What only the contents of cu_seqlens can tell, where reading them is free: on the CPU; elsewhere with TE_ATTN_OPS_VALIDATE=1.
+
+    Returns whether that is settled: False where they could not be read now.
+    """
     if type(pack.cu_seqlens_q) is not Tensor or type(q) is not Tensor or type(k) is not Tensor or torch._C._len_torch_dispatch_stack():
-        return
+        return False
     if pack.cu_seqlens_q.device.type != "cpu":
-        wanted = os.environ.get("TE_ATTN_OPS_VALIDATE") == "1"
-        if not wanted or pack.cu_seqlens_q.is_meta or (pack.cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            return
+        if os.environ.get("TE_ATTN_OPS_VALIDATE") != "1" or pack.cu_seqlens_q.is_meta:
+            return True
+        if pack.cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
+            return False
     packing.validate_packed(
         pack.cu_seqlens_q,
         pack.cu_seqlens_kv,
@@ -223,6 +227,7 @@ def _check_contents(
     )
     if prepared is not None and prepared.equal_lengths and not pack.equal_lengths:
         policy_module.check_equal_lengths(pack)
+    return True
 
 
 def _check_options(dispatch: str, policies: object, selection_mode: str | None, backend: object) -> None:
@@ -370,15 +375,20 @@ def _traced_bucket(length: Any) -> int:
 class _Routing:
     """What is remembered of one batch's offsets and policies: they were checked, and how prepared policies route its sequences."""
 
-    __slots__ = ("references", "sizes", "subsets", "versions")
+    __slots__ = ("checked", "references", "subsets", "versions")
 
     def __init__(self, tensors: list[Tensor], prepared: PreparedPolicies | None) -> None:
         self.references: list[weakref.ref[Any]] = [weakref.ref(tensor) for tensor in tensors]
         self.versions = [tensor._version for tensor in tensors]
-        self.sizes: tuple[int, ...] = ()  # rows and bounds that the contents were last checked against
+        self.checked: set[tuple[int, ...]] = set()  # rows and bounds that the contents were checked against
         self.subsets: dict[tuple[bool, int], packing.Subsets] = {}  # by whether the policies' index routes, and the stream
         if prepared is not None:
             self.references.append(weakref.ref(prepared))
+
+    def note(self, sizes: tuple[int, ...]) -> None:
+        if len(self.checked) >= 16:
+            self.checked.clear()
+        self.checked.add(sizes)
 
 
 class _Routings:
@@ -554,7 +564,7 @@ def _decide(
     if pack.has_gaps:
         flags |= plans.GAPS
     # Read only where a kernel makes use of it: Dynamo guards what is read.
-    if prepared is not None and selection.uses_runs(numbers[2:]) and prepared.contiguous:
+    if prepared is not None and numbers[0] == plans.PADDED and selection.uses_runs(numbers[2:]) and prepared.contiguous:
         flags |= plans.CONTIGUOUS
     # One policy over all sequences needs no routing, unless its members may still change.
     routed = prepared is not None and (len(bands) > 1 or prepared.mutable)

@@ -248,12 +248,17 @@ def validate_packed(
             raise ValueError(f"max_seqlen_{side}={max_seqlen} is below the longest sequence, which has {longest} tokens")
 
 
+def check_int(name: str, value: object) -> int:
+    """An int of any library's making, as a plain one."""
+    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+    return operator.index(value)
+
+
 def _check_count(name: str, value: object) -> int | None:
     if value is None:
         return None
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
-    count = operator.index(value)
+    count = check_int(name, value)
     if count < 0:
         raise ValueError(f"{name} must be >= 0, got {count}")
     return count
@@ -317,10 +322,8 @@ def pad_packed_batch(
     if not isinstance(tensors, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise TypeError(f"tensors must be a tuple of tensors over the packed rows, got {type(tensors).__name__} of {_types(tensors)}")
     packing = make_packing(cu_seqlens, cu_seqlens, None, cu_seqlens_padded, None)
-    for name, value in (("num_tokens", num_tokens), ("num_sequences", num_sequences), ("fill_policy", fill_policy)):
-        if _check_count(name, value) is None:
-            raise TypeError(f"{name} must be an int, got None")
-    num_tokens, num_sequences = operator.index(num_tokens), operator.index(num_sequences)
+    num_tokens, num_sequences = check_int("num_tokens", num_tokens), check_int("num_sequences", num_sequences)
+    fill_policy = check_int("fill_policy", fill_policy)
     rows, count = (tensors[0].shape[0] if tensors else num_tokens), cu_seqlens.shape[0] - 1
     if count > num_sequences:
         raise ValueError(f"num_sequences={num_sequences} is below the batch's {count} sequences")

@@ -75,8 +75,12 @@ class AttentionParams:
         """
         if not isinstance(self.dtype, torch.dtype):
             raise TypeError(f"dtype must be a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
-        if self.device_type not in ("cpu", "cuda"):
-            raise ValueError(f"device_type must be 'cpu' or 'cuda', got {self.device_type!r}")
+        try:
+            known = torch.device(self.device_type).type == self.device_type
+        except (RuntimeError, TypeError):
+            known = False
+        if not known:
+            raise ValueError(f"device_type must be a device's type, as 'cpu' or 'cuda', got {self.device_type!r}")
         for name in ("num_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:

@@ -95,11 +95,14 @@ class PreparedPolicies:
         """The same policies for a batch with empty sequences added at its end, as :func:`te_attn_ops.pad_packed_batch` adds them; they go
         to policy number ``fill_policy``. Single-launch plans are left behind."""
         count = self.policy_index.shape[0]
+        num_sequences = packing.check_int("num_sequences", num_sequences)
+        fill_policy = packing.check_int("fill_policy", fill_policy)
         if num_sequences < count:
             raise ValueError(f"num_sequences={num_sequences} is below the {count} sequences that were prepared")
         if not 0 <= fill_policy < self.num_policies:
             raise ValueError(f"fill_policy={fill_policy} is out of range: there are {self.num_policies} policies")
-        index = torch.cat([self.policy_index, self.policy_index.new_full((num_sequences - count,), fill_policy)])
+        with torch.inference_mode(False):  # as in prepare_thd_policies
+            index = torch.cat([self.policy_index, self.policy_index.new_full((num_sequences - count,), fill_policy)])
         contiguous = self.contiguous and num_sequences == count  # else not known without reading the index
         return dataclasses.replace(self, policy_index=index, plans=[], contiguous=contiguous)
 
@@ -412,13 +415,15 @@ def refresh_thd_policies(
     *,
     cu_seqlens_q_padded: Tensor | None = None,
     cu_seqlens_kv_padded: Tensor | None = None,
+    bottom_right_diagonal: bool | None = None,
     total_q: int | None = None,
     total_kv: int | None = None,
 ) -> None:
     """Writes a new partition (and geometry) of as many sequences into ``prepared``'s tensors, so that graphs captured with it
     follow. Eager; order it, on the current stream, before the replays and after those that still read the old contents.
 
-    The masks must be the same, in the same order. cu_seqlens that a graph reads must be refilled by the caller.
+    The masks must be the same, in the same order, and ``bottom_right_diagonal`` what it was for :func:`prepare_thd_policies`.
+    cu_seqlens that a graph reads must be refilled by the caller.
 
     Raises:
         ValueError: other masks, another number of sequences, or a single-launch plan that does not fit the old one's tensors:
@@ -433,7 +438,7 @@ def refresh_thd_policies(
         cu_seqlens_q_padded=cu_seqlens_q_padded,
         cu_seqlens_kv_padded=cu_seqlens_kv_padded,
         mutable=True,
-        bottom_right_diagonal=_shared_alignment(prepared.policies),
+        bottom_right_diagonal=bottom_right_diagonal,
     )
     if fresh.policies != prepared.policies:
         raise ValueError(f"{ARGUMENT} must hold the masks that were prepared, {prepared.policies}; got {fresh.policies}")
@@ -453,12 +458,6 @@ def refresh_thd_policies(
     if prepared.plans:
         _refresh_plans(prepared, pack, fresh.policy_index, total_q, total_kv)
     prepared.policy_index.copy_(fresh.policy_index)
-
-
-def _shared_alignment(policies: tuple[AttentionPolicy, ...]) -> bool | None:
-    """What was given for policies that named none, if all have the same; else each must name its own again."""
-    found = {policy.bottom_right_diagonal for policy in policies}
-    return found.pop() if len(found) == 1 else None
 
 
 def _refresh_plans(

@@ -6,6 +6,7 @@ import os
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from te_attn_ops import NoBackendError, prepare_thd_policies, selection, testing, thd_attention
 from te_attn_ops.testing import CAUSAL, FULL, Mask, PackedCase, build
@@ -249,6 +250,19 @@ def test_offsets_are_checked_again_against_other_rows_and_bounds() -> None:
     with pytest.raises(ValueError, match="cu_seqlens_q: the last entry is 40, beyond the 25 rows of q"):
         thd_attention(q[:25], q[:25], q[:25], cu, max_seqlen_q=20)
     thd_attention(q, q, q, cu, max_seqlen_q=20)
+
+
+def test_a_check_that_could_not_be_made_is_made_later() -> None:
+    cu, q = torch.tensor([0, 4, 10], dtype=torch.int32), torch.randn(10, 2, 16)
+    with FlopCounterMode(display=False):
+        thd_attention(q, q, q, cu, max_seqlen_q=3)
+    with pytest.raises(ValueError, match="max_seqlen_q=3 is below the longest sequence"):
+        thd_attention(q, q, q, cu, max_seqlen_q=3)
+
+
+def test_meta_tensors_have_a_result() -> None:
+    q, cu = torch.randn(10, 2, 16, device="meta"), torch.zeros(3, dtype=torch.int32, device="meta")
+    assert thd_attention(q, q, q, cu, max_seqlen_q=6).shape == (10, 2, 16)
 
 
 def test_a_promise_of_equal_lengths_is_checked_against_each_batch() -> None:

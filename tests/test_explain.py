@@ -377,7 +377,7 @@ def test_a_recorded_call_is_not_kept_from_the_cache() -> None:
     ("fields", "error", "message"),
     [
         ({"head_dim_qk": -3}, ValueError, "head_dim_qk must be a positive int, got -3"),
-        ({"device_type": "tpu"}, ValueError, "device_type must be 'cpu' or 'cuda', got 'tpu'"),
+        ({"device_type": "tpu"}, ValueError, "device_type must be a device's type, as 'cpu' or 'cuda', got 'tpu'"),
         ({"dtype": "bf16"}, TypeError, "dtype must be a torch.dtype, got str 'bf16'"),
     ],
 )

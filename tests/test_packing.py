@@ -238,7 +238,7 @@ def test_a_batch_brought_to_capacity_gives_the_same_rows(mask: testing.Mask) -> 
     ("changes", "message"),
     [
         ({"num_tokens": 64.0}, "num_tokens must be an int, got float 64.0"),
-        ({"num_sequences": None}, "num_sequences must be an int, got None"),
+        ({"num_sequences": None}, "num_sequences must be an int, got NoneType None"),
         ({"tensors": ([1, 2],)}, "tensors must be a tuple of tensors over the packed rows, got tuple of list"),
         ({"tensors": {"q": torch.zeros(9)}}, "tensors must be a tuple of tensors over the packed rows, got dict"),
         ({"max_seqlen": 2.5}, r"max_seqlen must be an int \(tokens\), got float"),

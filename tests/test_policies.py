@@ -255,7 +255,9 @@ def test_the_default_alignment_of_prepare_reaches_the_calls() -> None:
         prepared = prepare_thd_policies([both], *offsets, bottom_right_diagonal=default)
         want = inputs.attend(bottom_right_diagonal=default)
         assert torch.equal(inputs.attend(thd_attention_policies=prepared, attn_mask_type=None, window_size=None), want)
-        refresh_thd_policies(prepared, [both], *offsets)  # names none either
+        refresh_thd_policies(prepared, [both], *offsets, bottom_right_diagonal=default)  # names none either
+    with pytest.raises(ValueError, match="must hold the masks that were prepared"):
+        refresh_thd_policies(prepared, [both], *offsets)
     # A policy's own word stands.
     named = prepare_thd_policies([{**both, "bottom_right_diagonal": True}], *offsets, bottom_right_diagonal=False)
     assert named.policies[0].bottom_right_diagonal is True
@@ -273,6 +275,10 @@ def test_policies_follow_a_batch_to_its_capacity() -> None:
         inputs.prepared.pad_to(5, fill_policy=2)
     with pytest.raises(ValueError, match="num_sequences=2 is below the 3 sequences"):
         inputs.prepared.pad_to(2)
+    with pytest.raises(TypeError, match=r"num_sequences must be an int, got float 5\.0"):
+        inputs.prepared.pad_to(5.0)
+    with torch.inference_mode():
+        assert not inputs.prepared.pad_to(5).policy_index.is_inference()
 
 
 def test_an_empty_policy_is_kept_on_request() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ..attention import thd_attention
 from ..backends import BACKEND_NAMES
 from ..masks import PADDING_MASK_TYPES, normalize_mask_type, normalize_window, resolve_mask
+from ..packing import check_int
 from ..policies import PlanSpec, PreparedPolicies
 from .layers import drop_extra_state
 from .layouts import PackedInputs, check_qkv_format, pack_dense, unpack_dense, unpack_projection
@@ -76,21 +78,20 @@ class DotProductAttention(torch.nn.Module):
         refuse_unsupported(attention_dropout=attention_dropout, softcap=softcap, cp_group=cp_group, softmax_type=softmax_type)
         num_gqa_groups = num_attention_heads if num_gqa_groups is None else num_gqa_groups
         check_overrides(backend=backend, pad_head_dim=pad_head_dim, sanitize_padding=sanitize_padding, selection=selection)
-        check_softmax_scale(softmax_scale)
         tp_size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
         check_heads(num_attention_heads, num_gqa_groups, tp_size)
         self.head_dim_qk, self.head_dim_v = _head_dims(kv_channels)
         if attention_type not in ("self", "cross"):
             raise ValueError(f"attention_type={attention_type!r} is unknown; use 'self' or 'cross'")
-        self.num_attention_heads = num_attention_heads // tp_size
-        self.num_gqa_groups = num_gqa_groups // tp_size
+        self.num_attention_heads = int(num_attention_heads) // int(tp_size)
+        self.num_gqa_groups = int(num_gqa_groups) // int(tp_size)
         self.qkv_format = check_qkv_format(qkv_format)
         self.attn_mask_type, self.window_size = check_mask_arguments(attn_mask_type, window_size, bottom_right_diagonal)
         self.bottom_right_diagonal = bottom_right_diagonal
         self.attention_type = attention_type
         self.layer_number = 1 if layer_number is None else layer_number
         # None stays None: a float attribute would be symbolic under torch.compile(dynamic=True), and cost a second trace.
-        self.softmax_scale = softmax_scale
+        self.softmax_scale = _checked_scale(softmax_scale)
         self.return_max_logit = bool(return_max_logit)
         self.name = name
         self.backend = backend
@@ -369,8 +370,7 @@ class DotProductAttention(torch.nn.Module):
 def check_heads(num_attention_heads: int, num_gqa_groups: int, tp_size: int = 1) -> None:
     """Raises TypeError and ValueError where these are no ints, or query heads, groups and tensor-parallel ranks do not divide."""
     for name, value in (("num_attention_heads", num_attention_heads), ("num_gqa_groups", num_gqa_groups), ("tp_size", tp_size)):
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
+        check_int(name, value)
     if num_attention_heads < 1 or num_gqa_groups < 1 or num_attention_heads % num_gqa_groups:
         raise ValueError(
             f"num_attention_heads must be a positive multiple of num_gqa_groups, got {num_attention_heads} and {num_gqa_groups}"
@@ -379,11 +379,15 @@ def check_heads(num_attention_heads: int, num_gqa_groups: int, tp_size: int = 1)
         raise ValueError(f"num_gqa_groups must be a multiple of tp_size, got {num_gqa_groups} and {tp_size}")
 
 
-def _head_dims(kv_channels: object) -> tuple[int, int]:
-    pair = kv_channels if isinstance(kv_channels, (tuple, list)) else (kv_channels, kv_channels)
-    if len(pair) != 2 or not all(isinstance(width, int) and not isinstance(width, bool) and width > 0 for width in pair):
+def _head_dims(kv_channels: Any) -> tuple[int, int]:
+    try:
+        pair = [kv_channels] * 2 if isinstance(kv_channels, numbers.Integral) else list(kv_channels)
+        widths = [check_int("kv_channels", width) for width in pair]
+    except TypeError:
+        widths = []
+    if len(widths) != 2 or min(widths) < 1:
         raise TypeError(f"kv_channels must be a positive int or a pair (head_dim_qk, head_dim_v) of them, got {kv_channels!r}")
-    return pair[0], pair[1]
+    return widths[0], widths[1]
 
 
 def check_overrides(*, backend: object, pad_head_dim: object, sanitize_padding: object, selection: object) -> None:
@@ -398,13 +402,15 @@ def check_overrides(*, backend: object, pad_head_dim: object, sanitize_padding: 
         raise ValueError(f"selection={selection!r} is unknown; use 'static' or 'measured', or None")
 
 
-def check_softmax_scale(softmax_scale: object) -> None:
+def _checked_scale(softmax_scale: Any) -> float | None:
     if softmax_scale is None:
-        return
-    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, (int, float)):
+        return None
+    if isinstance(softmax_scale, bool) or not isinstance(softmax_scale, numbers.Real):
         raise TypeError(f"softmax_scale must be a number or None, got {type(softmax_scale).__name__} {softmax_scale!r}")
-    if not 0.0 < softmax_scale < math.inf:
+    scale = float(softmax_scale)
+    if not 0.0 < scale < math.inf:
         raise ValueError(f"softmax_scale must be positive and finite, got {softmax_scale}")
+    return scale
 
 
 def check_mask_arguments(

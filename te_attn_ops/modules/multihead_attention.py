@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..packing import check_int
 from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
 from .dot_product_attention import DotProductAttention, check_heads, check_mask_arguments
@@ -186,8 +187,10 @@ class MultiheadAttention(torch.nn.Module):
         self.layer_number = 1 if layer_number is None else layer_number
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.name = name
-        if kv_channels is not None and (isinstance(kv_channels, bool) or not isinstance(kv_channels, int) or kv_channels < 1):
-            raise TypeError(f"kv_channels must be a positive int, got {kv_channels!r}; unequal widths come with the MLA arguments")
+        if kv_channels is not None and not hasattr(kv_channels, "__index__"):
+            raise TypeError(f"kv_channels must be an int, got {kv_channels!r}; unequal widths come with the MLA arguments")
+        if check_int("hidden_size", hidden_size) < num_attention_heads:
+            raise ValueError(f"hidden_size must be at least num_attention_heads, got {hidden_size} and {num_attention_heads}")
         self.head_dim = kv_channels if kv_channels else hidden_size // num_attention_heads
         if self.latent is not None:
             self._check_latent(kv_channels, qk_norm_type)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,12 @@ from .layouts import check_qkv_format
 from .mlp import LayerNormMLP
 from .multihead_attention import MultiheadAttention, RotaryAngles
 from .unsupported import refuse_context_parallel, refuse_unsupported
+
+
+def _probability(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0.0 <= float(value) <= 1.0:
+        raise ValueError(f"{name} must be a probability, from 0 to 1, got {value!r}")
+    return float(value)
 
 
 class TransformerLayer(torch.nn.Module):
@@ -132,9 +139,7 @@ class TransformerLayer(torch.nn.Module):
         self.apply_residual_connection_post_layernorm = apply_residual_connection_post_layernorm
         self.output_layernorm = output_layernorm
         self.parallel_attention_mlp = parallel_attention_mlp
-        if isinstance(hidden_dropout, bool) or not isinstance(hidden_dropout, (int, float)) or not 0.0 <= hidden_dropout <= 1.0:
-            raise ValueError(f"hidden_dropout must be a probability, from 0 to 1, got {hidden_dropout!r}")
-        self.hidden_dropout = hidden_dropout
+        self.hidden_dropout = _probability("hidden_dropout", hidden_dropout)
         self.layer_number = layer_number
         self.activation_checkpointing = check_mode(activation_checkpointing)
         self.name = name

@@ -7,6 +7,7 @@ import inspect
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -326,7 +327,19 @@ def test_inputs_that_are_no_tensors_are_named() -> None:
         layer(hidden, rotary_pos_emb=[1.0], cu_seqlens_q=CU, max_seqlen_q=5)
     with pytest.raises(TypeError, match="cu_seqlens_q or cu_seqlens_kv must be a tensor, got list"):
         layer(hidden, rotary_pos_emb=RotaryPositionEmbedding(8, device="cpu")(8), cu_seqlens_q=[0, 3, 8], max_seqlen_q=5)
-    with pytest.raises(TypeError, match=r"kv_channels must be a positive int, got \(8, 4\)"):
+    with pytest.raises(TypeError, match=r"kv_channels must be an int, got \(8, 4\)"):
         MultiheadAttention(16, 2, (8, 4), device="cpu")
     with pytest.raises(ValueError, match="hidden_dropout must be a probability, from 0 to 1, got 'a'"):
         TransformerLayer(16, 24, 2, hidden_dropout="a", device="cpu")
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    options = {"qkv_format": "thd", "attn_mask_type": "padding", "softmax_scale": np.float64(0.5)}
+    module = DotProductAttention(np.int64(2), np.int64(8), np.int64(2), **options)
+    x = torch.randn(8, 2, 8)
+    assert module(x, x, x, cu_seqlens_q=CU, max_seqlen_q=5).shape == (8, 16) and type(module.softmax_scale) is float
+    assert DotProductAttention(2, np.array([16, 8])).head_dim_v == 8
+    assert TransformerLayer(16, 24, 2, hidden_dropout=np.float32(0.5), device="cpu").hidden_dropout == 0.5
+    assert MultiheadAttention(16, 2, 0, device="cpu").head_dim == 8  # 0 is the default width
+    with pytest.raises(ValueError, match="hidden_size must be at least num_attention_heads, got 3 and 4"):
+        MultiheadAttention(3, 4, device="cpu")
