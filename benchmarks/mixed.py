@@ -219,36 +219,25 @@ def measure(s: Setup, timed: list[Variant]) -> list[dict[str, Any]]:
     for backward in (False, True):
         replays: dict[int, Callable[[], Any]] = {}
         for number, variant in enumerate(timed):
-            row = {**s.description, "selection": None, **variant.label, "graphed": False, "backward": backward}
+            row = _row(s, variant, False, backward)
             rows.append((number, row))
             try:
                 call = variant.make(backward, False)
                 call()
                 eager = common.time_device(call)
-                row |= {"ms": eager.ms, "ms_spread": eager.spread, "host_us": common.time_host(call, rounds=2)}
+                row |= {"ms": eager.ms, "ms_spread": eager.spread}
+                if backward:  # forward calls: _time_host
+                    row["host_us"] = common.time_host(call, rounds=2)
                 row["peak_bytes"] = common.peak_bytes(call, _result_bytes) if variant.peak else None
                 if variant.graph:
-                    row = {**_identity(row), "graphed": True}
+                    row = _row(s, variant, True, backward)
                     replays[number] = common.capture(call)
                 del call
             except Exception as error:  # one broken kernel must not cost the other rows
                 row |= {"ms": None, "error": _describe(error)}
                 if row["graphed"]:
                     rows.append((number, row))
-        times: dict[int, Any] = {}
-        try:
-            times = sample_times(replays, s.q.device, _GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS)
-            failure = None
-        except Exception as error:
-            failure = _describe(error)
-        for number in replays:
-            row = {**s.description, "selection": None, **timed[number].label, "graphed": True, "backward": backward}
-            if failure is None:
-                timing = common.Timing(times[number])
-                row |= {"ms": timing.ms, "ms_spread": timing.spread}
-            else:
-                row |= {"ms": None, "error": failure}
-            rows.append((number, row))
+        rows += [(number, _row(s, timed[number], True, backward) | found) for number, found in _time_graphs(replays, s.q.device).items()]
         replays.clear()
         gc.collect()
     rows.sort(key=lambda item: (item[0], item[1]["backward"], item[1]["graphed"]))
@@ -259,8 +248,18 @@ def measure(s: Setup, timed: list[Variant]) -> list[dict[str, Any]]:
     return found
 
 
-def _identity(row: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in row.items() if key not in ("ms", "ms_spread", "host_us", "peak_bytes")}
+def _row(s: Setup, variant: Variant, graphed: bool, backward: bool) -> dict[str, Any]:
+    return {**s.description, "selection": None, **variant.label, "graphed": graphed, "backward": backward}
+
+
+def _time_graphs(replays: dict[int, Callable[[], Any]], device: torch.device) -> dict[int, dict[str, Any]]:
+    """What the row of each graph says beside what it is."""
+    try:
+        samples = sample_times(replays, device, _GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS)
+    except Exception as error:  # as above
+        return {number: {"ms": None, "error": _describe(error)} for number in replays}
+    times = {number: common.Timing(sampled) for number, sampled in samples.items()}
+    return {number: {"ms": timing.ms, "ms_spread": timing.spread} for number, timing in times.items()}
 
 
 def _describe(error: Exception) -> str:

@@ -17,6 +17,7 @@ from torch.autograd import forward_ad
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import environment, ops, packing, plan as plans, policies as policy_module, rows, selection
+from .checks import check_bool, check_selection
 from .execution import pad_head_dim as pad_to_width
 from .masks import Band, resolve_mask, warn_once
 from .params import SEQLEN_BUCKETS, round_up, seqlen_bucket
@@ -129,7 +130,7 @@ def thd_attention(
         subsets = _subsets(pack, prepared, decision, routing)
 
     if sanitize_padding is not False:
-        _check_bool("sanitize_padding", sanitize_padding)
+        check_bool("sanitize_padding", sanitize_padding)
         q, k, v, real_rows = _sanitize(q, k, v, pack)
     head_dim_v = v.shape[2]
     scale = operator.index(q.shape[2]) ** -0.5 if softmax_scale is None else _check_scale(softmax_scale)
@@ -184,11 +185,6 @@ def _check_qkv(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise ValueError(f"head_dim must be at least 1, got q {q.shape[2]} and v {v.shape[2]}")
 
 
-def _check_bool(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
-
-
 def _check_scale(softmax_scale: object) -> float:
     if isinstance(softmax_scale, Tensor):
         raise TypeError(
@@ -237,8 +233,7 @@ def _check_options(dispatch: str, policies: object, selection_mode: str | None, 
         raise ValueError(f"thd_attention_policy_dispatch={dispatch!r} needs thd_attention_policies, got None")
     if backend is not None and not isinstance(backend, str):
         raise TypeError(f"backend must be a backend's name or None, got {type(backend).__name__} {backend!r}")
-    if selection_mode not in (None, "static", "measured"):
-        raise ValueError(f"selection={selection_mode!r} is unknown; use 'static' or 'measured'")
+    check_selection(selection_mode)
 
 
 def _check_exclusive(attn_mask_type: object, window_size: object) -> None:
@@ -318,7 +313,6 @@ class _RawLists:
         except (TypeError, KeyError, AttributeError, RuntimeError):
             return None, tensors  # malformed (prepare says how), or inference tensors, which have no version
         return key, tensors
-
 
     def clear(self) -> None:
         self._entries.clear()
@@ -422,7 +416,6 @@ class _Routings:
         while len(self._entries) > self._capacity:
             self._entries.popitem(last=False)
         return routing
-
 
     def clear(self) -> None:
         self._entries.clear()
@@ -529,7 +522,7 @@ def _decide(
     _check_options(dispatch, prepared, selection_mode, backend)
     for name, value in (("pad_head_dim", pad_head_dim), ("deterministic", deterministic)):
         if value is not None:
-            _check_bool(name, value)
+            check_bool(name, value)
     if prepared is not None:
         _check_exclusive(mask[0], mask[1])
     equal_lengths = pack.equal_lengths or (prepared is not None and prepared.equal_lengths)

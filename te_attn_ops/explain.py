@@ -16,6 +16,7 @@ from . import environment, ranks, selection
 from .attention import thd_attention
 from .backends import BACKEND_NAMES, get_backend
 from .backends.base import common_fused_refusals
+from .checks import check_bool, check_selection
 from .params import AttentionParams
 from .policies import DISPATCHES
 from .selection import Candidate, NoBackendError, Request, Selection
@@ -260,10 +261,8 @@ def _request_of(
         raise ValueError(
             f"thd_attention_policy_dispatch={thd_attention_policy_dispatch!r} is unknown; use one of {', '.join(DISPATCHES)}"
         )
-    if pad_head_dim is not None and not isinstance(pad_head_dim, bool):
-        raise TypeError(f"pad_head_dim must be a bool or None, got {type(pad_head_dim).__name__} {pad_head_dim!r}")
-    if selection not in (None, "static", "measured"):
-        raise ValueError(f"selection={selection!r} is unknown; use 'static' or 'measured'")
+    check_bool("pad_head_dim", pad_head_dim, or_none=True)
+    check_selection(selection)
     if selection is None:
         selection = "measured" if environment.Environment(*environment.snapshot()).selection == b"measured" else "static"
     return Request(params, backend, pad_head_dim, thd_attention_policy_dispatch, selection)

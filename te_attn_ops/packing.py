@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.symbolic_shapes import guard_or_false
 
+from .checks import check_int
 from .environment import is_tracing
 
 
@@ -232,27 +233,24 @@ def validate_packed(
     if not same:
         sides.append(("kv", packing.cu_seqlens_kv, packing.slots_kv, total_kv, max_seqlen_kv))
     for side, plain, slots, total, max_seqlen in sides:
-        name = f"cu_seqlens_{side}"
-        values = _check_contents(name, plain)
-        ends = values
-        if slots is not plain:
-            ends = _check_contents(f"{name}_padded", slots, rows_in_front=True)
-            for n in range(len(values) - 1):
-                length, slot = values[n + 1] - values[n], ends[n + 1] - ends[n]
-                if length > slot:
-                    raise ValueError(f"{name}: sequence {n} has {length} tokens, but {name}_padded gives it a slot of {slot}")
-        if total is not None and ends[-1] > total:
-            raise ValueError(f"{name}: the last entry is {ends[-1]}, beyond the {total} rows of {side}")
-        longest = max((b - a for a, b in zip(values, values[1:])), default=0)
-        if max_seqlen is not None and longest > max_seqlen:
-            raise ValueError(f"max_seqlen_{side}={max_seqlen} is below the longest sequence, which has {longest} tokens")
+        _check_side(side, plain, slots, total, f"max_seqlen_{side}", max_seqlen)
 
 
-def check_int(name: str, value: object) -> int:
-    """An int of any library's making, as a plain one."""
-    if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
-        raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
-    return operator.index(value)
+def _check_side(side: str, plain: Tensor, slots: Tensor, total: int | None, bound_name: str, max_seqlen: int | None) -> None:
+    name = f"cu_seqlens_{side}"
+    values = _check_contents(name, plain)
+    ends = values
+    if slots is not plain:
+        ends = _check_contents(f"{name}_padded", slots, rows_in_front=True)
+        for n in range(len(values) - 1):
+            length, slot = values[n + 1] - values[n], ends[n + 1] - ends[n]
+            if length > slot:
+                raise ValueError(f"{name}: sequence {n} has {length} tokens, but {name}_padded gives it a slot of {slot}")
+    if total is not None and ends[-1] > total:
+        raise ValueError(f"{name}: the last entry is {ends[-1]}, beyond the {total} rows of {side}")
+    longest = max((b - a for a, b in zip(values, values[1:])), default=0)
+    if max_seqlen is not None and longest > max_seqlen:
+        raise ValueError(f"{bound_name}={max_seqlen} is below the longest sequence, which has {longest} tokens")
 
 
 def _check_count(name: str, value: object) -> int | None:
@@ -329,10 +327,10 @@ def pad_packed_batch(
         raise ValueError(f"num_sequences={num_sequences} is below the batch's {count} sequences")
     if rows > num_tokens:
         raise ValueError(f"num_tokens={num_tokens} is below the batch's {rows} rows")
-    validate_packed(cu_seqlens, total_q=rows, cu_seqlens_q_padded=cu_seqlens_padded)
-    if max_seqlen is not None and derive_max_seqlen("max_seqlen", cu_seqlens) > check_max_seqlen("max_seqlen", max_seqlen):
-        longest = derive_max_seqlen("max_seqlen", cu_seqlens)
-        raise ValueError(f"max_seqlen={max_seqlen} is below the longest sequence, which has {longest} tokens")
+    bound = None if max_seqlen is None else check_max_seqlen("max_seqlen", max_seqlen)
+    if is_tracing():
+        raise RuntimeError("pad_packed_batch reads tensors on the host: call it outside the compiled function")
+    _check_side("q", packing.cu_seqlens_q, packing.slots_q, rows, "max_seqlen", bound)
     padded = []
     for tensor in tensors:
         if tensor.shape[0] != rows:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .checks import check_bool
 from .masks import Band
 
 # Bounds of max_seqlen that a choice (and a compiled graph) tells apart. Powers of two and the middle between them: a bound is
@@ -93,8 +94,7 @@ class AttentionParams:
         if not isinstance(self.bands, tuple) or not self.bands or not all(isinstance(band, Band) for band in self.bands):
             raise TypeError(f"bands must be a non-empty tuple of Band, got {self.bands!r}")
         for name in ("equal_lengths", "has_gaps", "is_training", "deterministic", "return_max_logit", "static_membership"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be a bool, got {getattr(self, name)!r}")
+            check_bool(name, getattr(self, name))
 
     def replace(self, **changes: object) -> AttentionParams:
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import packing
+from .checks import check_bool, check_int
 from .environment import is_tracing
 from .masks import Band, normalize_window, require_padding_mask_type, resolve_mask, warn_once
 
@@ -95,8 +96,8 @@ class PreparedPolicies:
         """The same policies for a batch with empty sequences added at its end, as :func:`te_attn_ops.pad_packed_batch` adds them; they go
         to policy number ``fill_policy``. Single-launch plans are left behind."""
         count = self.policy_index.shape[0]
-        num_sequences = packing.check_int("num_sequences", num_sequences)
-        fill_policy = packing.check_int("fill_policy", fill_policy)
+        num_sequences = check_int("num_sequences", num_sequences)
+        fill_policy = check_int("fill_policy", fill_policy)
         if num_sequences < count:
             raise ValueError(f"num_sequences={num_sequences} is below the {count} sequences that were prepared")
         if not 0 <= fill_policy < self.num_policies:
@@ -185,10 +186,10 @@ def prepare_thd_policies(
         raise TypeError(f"cu_seqlens_q must be a tensor [num_sequences + 1], got {type(cu_seqlens_q).__name__}; policies come first")
     if cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError("prepare_thd_policies reads tensors on the host: call it before the capture of a CUDA graph")
-    flags = {"mutable": mutable, "keep_empty": keep_empty, "equal_lengths": equal_lengths, "validate": validate}
-    for name, value in {**flags, "bottom_right_diagonal": bottom_right_diagonal}.items():
-        if not isinstance(value, bool) and not (value is None and name == "bottom_right_diagonal"):
-            raise TypeError(f"{name} must be a bool, got {type(value).__name__} {value!r}")
+    for name, value in (("mutable", mutable), ("keep_empty", keep_empty), ("equal_lengths", equal_lengths), ("validate", validate)):
+        check_bool(name, value)
+    if bottom_right_diagonal is not None:
+        check_bool("bottom_right_diagonal", bottom_right_diagonal)
     pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     bounds: dict[str, Any] = {"total_q": total_q, "total_kv": total_kv, "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
     if validate:
@@ -197,10 +198,7 @@ def prepare_thd_policies(
     if equal_lengths and not pack.equal_lengths:
         check_equal_lengths(pack)
     num_seqs = cu_seqlens_q.shape[0] - 1
-    masks, ids = _check_policies(policies, cu_seqlens_q.device)
-    if bottom_right_diagonal is not None:
-        named = [mask.bottom_right_diagonal is not None for mask in masks]
-        masks = [m if n else dataclasses.replace(m, bottom_right_diagonal=bottom_right_diagonal) for m, n in zip(masks, named)]
+    masks, ids = _check_policies(policies, cu_seqlens_q.device, bottom_right_diagonal)
     owner = _route(ids, num_seqs)
     if not (mutable or keep_empty):
         used = [p for p in range(len(masks)) if ids[p]] or list(range(min(1, len(masks))))
@@ -231,7 +229,9 @@ def check_equal_lengths(pack: packing.Packing) -> None:
         raise ValueError(f"equal_lengths=True, but sequence {n} has {int(q[n])} query and {int(kv[n])} key tokens")
 
 
-def _check_policies(policies: object, device: torch.device) -> tuple[list[AttentionPolicy], list[list[int]]]:
+def _check_policies(
+    policies: object, device: torch.device, default_bottom_right: bool | None
+) -> tuple[list[AttentionPolicy], list[list[int]]]:
     if isinstance(policies, (Mapping, str)) or not isinstance(policies, Sequence):
         raise TypeError(f"{ARGUMENT} must be a list of dicts, got {type(policies).__name__}")
     if not policies:
@@ -247,18 +247,18 @@ def _check_policies(policies: object, device: torch.device) -> tuple[list[Attent
             raise ValueError(f"{where} lacks {', '.join(sorted(missing))}; it needs {', '.join(sorted(_REQUIRED_KEYS))}")
         if unknown:
             raise ValueError(f"{where} has unknown keys {', '.join(sorted(map(str, unknown)))}; it takes {', '.join(sorted(_KEYS))}")
-        masks.append(_check_mask(policy, where))
+        masks.append(_check_mask(policy, where, default_bottom_right))
         ids.append(_check_ids(policy["sequence_ids"], f"{where}.sequence_ids", device))
     return masks, _read_ids(ids)
 
 
-def _check_mask(policy: Mapping[str, Any], where: str) -> AttentionPolicy:
+def _check_mask(policy: Mapping[str, Any], where: str, default_bottom_right: bool | None) -> AttentionPolicy:
     mask_type = require_padding_mask_type(policy["mask_type"], f"{where}.mask_type")
     window = normalize_window(policy["window_size"], f"{where}.window_size")
     aligned = policy.get("bottom_right_diagonal")
     resolved = resolve_mask(mask_type, window, aligned, argument_prefix=f"{where}.")
     warn_once(resolved.warnings, stacklevel=5)
-    return AttentionPolicy(mask_type, window, aligned)
+    return AttentionPolicy(mask_type, window, default_bottom_right if aligned is None else aligned)
 
 
 def _check_ids(ids: object, name: str, device: torch.device) -> Tensor:

@@ -217,6 +217,12 @@ def test_doctor_does_not_trust_unfused_blindly(monkeypatch: pytest.MonkeyPatch, 
     assert code == 1 and found["backends"][0]["state"] == "failed"
 
 
+def doctor_states(capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, tuple[str, str]]]:
+    """The exit code, and state and detail by backend."""
+    code, found = run_json(capsys, "doctor")
+    return code, {b["name"]: (b["state"], b["detail"]) for b in found["backends"]}
+
+
 @pytest.mark.usefixtures("on_cpu")
 def test_doctor_tells_another_device_from_a_bad_build(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def wrong_device(p: Any) -> Any:
@@ -227,14 +233,12 @@ def test_doctor_tells_another_device_from_a_bad_build(monkeypatch: pytest.Monkey
             yield "has no backward"
 
     install(monkeypatch, Stub("unfused"), Stub("flash4", wrong_device), Stub("flash2", forward_only))
-    code, found = run_json(capsys, "doctor")
-    states = {b["name"]: (b["state"], b["detail"]) for b in found["backends"]}
+    code, states = doctor_states(capsys)
     assert code == 0
     assert states["flash4"] == ("wrong_device", "needs sm90 or newer, found sm80")
     assert states["flash2"] == ("passed", "inference only")
     install(monkeypatch, Stub("unfused"), Stub("flash4", refuse_all))
-    code, found = run_json(capsys, "doctor")
-    states = {b["name"]: (b["state"], b["detail"]) for b in found["backends"]}
+    code, states = doctor_states(capsys)
     assert (code, states["flash4"]) == (1, ("refused", "refuses everything"))
 
 
@@ -244,15 +248,11 @@ def test_doctor_tests_a_backend_on_the_masks_that_it_takes(monkeypatch: pytest.M
         if not all(band.is_full for band in p.bands):
             yield "takes full attention only"
 
-    def nothing(p: Any) -> Any:
-        yield "takes nothing"
-
-    install(monkeypatch, Stub("unfused"), Stub("flash4", full_only), Stub("flash2", nothing))
-    code, found = run_json(capsys, "doctor")
-    states = {b["name"]: (b["state"], b["detail"]) for b in found["backends"]}
+    install(monkeypatch, Stub("unfused"), Stub("flash4", full_only), Stub("flash2", refuse_all))
+    code, states = doctor_states(capsys)
     assert code == 1
     assert states["flash4"] == ("passed", "takes not: one mask, two policies")
-    assert states["flash2"] == ("refused", "takes nothing")
+    assert states["flash2"] == ("refused", "refuses everything")
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from .. import environment
 from ..masks import Band
-from ..params import SEQLEN_BUCKETS, AttentionParams
+from ..params import AttentionParams, seqlen_bucket
 from .base import Backend, BackwardCall, Call, ForwardCall, common_fused_refusals, release_frames
 
 _LOG = logging.getLogger(__name__)
@@ -456,7 +456,7 @@ def _quiet() -> Iterator[None]:
 def _bound(max_seqlen: int, longest_slot: int) -> int:
     """The caller's bound where the slots keep it; gaps may make them longer than any sequence."""
     if longest_slot > max_seqlen:
-        max_seqlen = next((bucket for bucket in SEQLEN_BUCKETS if bucket >= longest_slot), longest_slot)
+        max_seqlen = seqlen_bucket(longest_slot)
     return max(max_seqlen, 2)
 
 

@@ -13,8 +13,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ..attention import thd_attention
 from ..backends import BACKEND_NAMES
+from ..checks import check_bool, check_int, check_selection
 from ..masks import PADDING_MASK_TYPES, normalize_mask_type, normalize_window, resolve_mask
-from ..packing import check_int
 from ..policies import PlanSpec, PreparedPolicies
 from .layers import drop_extra_state
 from .layouts import PackedInputs, check_qkv_format, pack_dense, unpack_dense, unpack_projection
@@ -394,12 +394,9 @@ def check_overrides(*, backend: object, pad_head_dim: object, sanitize_padding: 
     """A constructor's choices for all its calls, as :func:`te_attn_ops.thd_attention` takes them."""
     if backend is not None and backend not in BACKEND_NAMES:
         raise ValueError(f"backend={backend!r} is unknown; use one of {', '.join(BACKEND_NAMES)}, or None")
-    if pad_head_dim is not None and not isinstance(pad_head_dim, bool):
-        raise TypeError(f"pad_head_dim must be a bool or None, got {type(pad_head_dim).__name__} {pad_head_dim!r}")
-    if not isinstance(sanitize_padding, bool):
-        raise TypeError(f"sanitize_padding must be a bool, got {type(sanitize_padding).__name__} {sanitize_padding!r}")
-    if selection not in (None, "static", "measured"):
-        raise ValueError(f"selection={selection!r} is unknown; use 'static' or 'measured', or None")
+    check_bool("pad_head_dim", pad_head_dim, or_none=True)
+    check_bool("sanitize_padding", sanitize_padding)
+    check_selection(selection)
 
 
 def _checked_scale(softmax_scale: Any) -> float | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..packing import check_int
+from ..checks import check_int
 from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
 from .dot_product_attention import DotProductAttention, check_heads, check_mask_arguments

@@ -328,9 +328,8 @@ class TransformerLayer(torch.nn.Module):
         for name, mask_type in given.items():
             if mask_type is None:
                 continue
-            if mask_type == "arbitrary":
-                refuse_arbitrary(mask_type, name)
-            elif self.attn_input_format == "thd":
+            refuse_arbitrary(mask_type, name)
+            if self.attn_input_format == "thd":
                 require_padding_mask_type(mask_type, name)
             else:
                 normalize_mask_type(mask_type, name)
