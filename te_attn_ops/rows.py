@@ -175,10 +175,12 @@ def _widths(*tensors: Tensor) -> tuple[int, ...]:
 
 
 # ------------------------------------------------------------------------------------------------------- one subset's rows
-def select_rows(pairs: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lens: Tensor) -> None:
+def select_rows(
+    pairs: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lens: Tensor, lse: tuple[Tensor, Tensor] | None = None
+) -> None:
     """Copies the rows of the sequences (starts [N + 1], lens [N]) of each (dst, src) pair of contiguous [T, ...] tensors.
 
-    At most three pairs, all over the same rows.
+    At most three pairs, all over the same rows. ``lse``: a pair for :func:`select_lse`, which costs no launch of its own here.
     """
     rows = pairs[0][0].shape[0]
     if rows == 0 or lens.numel() == 0:
@@ -188,13 +190,17 @@ def select_rows(pairs: Sequence[tuple[Tensor, Tensor]], starts: Tensor, lens: Te
 
         filled = [*pairs, *[pairs[0]] * (3 - len(pairs))]
         widths = [dst[0].numel() for dst, _ in pairs] + [0] * (3 - len(pairs))
-        args = (*[tensor for pair in filled for tensor in pair], starts, lens, lens.numel())
-        grid = (lens.numel(), min(256, max(1, rows // 16)), 1)
-        kernels.copy(grid, args, (*widths, 4096), starts.device)
+        lse_dst, lse_src = pairs[0] if lse is None else lse
+        heads = 0 if lse is None else lse_dst.shape[0]
+        args = (*[tensor for pair in filled for tensor in pair], lse_dst, lse_src, starts, lens, rows)
+        grid = (lens.numel(), min(256, max(1, rows // 16)), 1 if lse is None else 2)
+        kernels.copy(grid, args, (*widths, heads, 4096), starts.device)
         return
     mask = subset_row_mask(starts, lens, rows)
     for dst, src in pairs:
         dst.copy_(torch.where(mask.view(-1, *[1] * (dst.dim() - 1)), src, dst))
+    if lse is not None:
+        select_lse(*lse, starts, lens)
 
 
 def select_lse(dst: Tensor, src: Tensor, starts: Tensor, lens: Tensor) -> None:
@@ -211,5 +217,10 @@ def select_lse(dst: Tensor, src: Tensor, starts: Tensor, lens: Tensor) -> None:
 
 
 def normalize_lse(lse: Tensor) -> None:
-    """+inf becomes -inf, in place."""
+    """+inf becomes -inf, in place. lse: contiguous."""
+    if lse.numel() and uses_triton(lse):
+        from .kernels import rows as kernels
+
+        kernels.normalize((-(-lse.numel() // 2048), 1, 1), (lse, lse.numel()), (2048,), lse.device)
+        return
     lse.masked_fill_(lse == float("inf"), float("-inf"))

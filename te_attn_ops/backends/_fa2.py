@@ -192,9 +192,10 @@ class Fa2Backend(Backend):
             # A fresh out has the strides of q, which may be a transposed view.
             call.adopt(out.contiguous(), lse)
             return
-        if not in_place:
-            rows.select_rows([(call.out, out.contiguous())], call.starts_q, call.seqused_q)
-        rows.select_lse(call.lse, lse, call.starts_q, call.seqused_q)
+        if in_place:
+            rows.select_lse(call.lse, lse, call.starts_q, call.seqused_q)
+            return
+        rows.select_rows([(call.out, out.contiguous())], call.starts_q, call.seqused_q, (call.lse, lse))
 
     def backward(self, call: BackwardCall) -> None:
         launch = make_launch(call)

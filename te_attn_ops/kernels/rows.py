@@ -143,10 +143,21 @@ def unseen_kernel(
         clear_backward(dk, k_width, dv, v_width, start + second, start + len_kv, True, BLOCK)
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit
+def copy_lse_rows(dst, src, lo, length, BLOCK: tl.constexpr):
+    """One head's ``length`` values from ``lo`` on; +inf becomes -inf."""
+    lane = tl.arange(0, BLOCK)
+    for offset in range(0, length, BLOCK):
+        mask = offset + lane < length
+        value = tl.load(src + lo + offset + lane, mask=mask)
+        tl.store(dst + lo + offset + lane, tl.where(value == float("inf"), float("-inf"), value), mask=mask)
+
+
+# The tensors' own alignment is specialised: all of them are whole allocations.
+@triton.jit(do_not_specialize=["rows"])
 def copy_kernel(
-    dst0, src0, dst1, src1, dst2, src2, starts, lens, num_seqs,
-    WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, BLOCK: tl.constexpr,
+    dst0, src0, dst1, src1, dst2, src2, lse_dst, lse_src, starts, lens, rows,
+    WIDTH0: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr, LSE_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     split = tl.program_id(1)
@@ -154,17 +165,22 @@ def copy_kernel(
     length = tl.load(lens + n).to(tl.int64)
     start = tl.load(starts + n).to(tl.int64)
     lane = tl.arange(0, BLOCK)
-    for pair in tl.static_range(3):
-        dst, src, width = dst0, src0, WIDTH0
-        if pair == 1:
-            dst, src, width = dst1, src1, WIDTH1
-        if pair == 2:
-            dst, src, width = dst2, src2, WIDTH2
-        if width > 0:
-            base = start * width
-            for offset in range(split.to(tl.int64) * BLOCK, length * width, splits * BLOCK):
-                mask = offset + lane < length * width
-                tl.store(dst + base + offset + lane, tl.load(src + base + offset + lane, mask=mask), mask=mask)
+    if tl.program_id(2) == 0:
+        for pair in tl.static_range(3):
+            dst, src, width = dst0, src0, WIDTH0
+            if pair == 1:
+                dst, src, width = dst1, src1, WIDTH1
+            if pair == 2:
+                dst, src, width = dst2, src2, WIDTH2
+            if width > 0:
+                base = start * width
+                for offset in range(split.to(tl.int64) * BLOCK, length * width, splits * BLOCK):
+                    mask = offset + lane < length * width
+                    tl.store(dst + base + offset + lane, tl.load(src + base + offset + lane, mask=mask), mask=mask)
+    elif LSE_HEADS > 0:
+        for head in range(split, LSE_HEADS, splits):
+            base = rows.to(tl.int64) * head
+            copy_lse_rows(lse_dst + base, lse_src + base, start, length, 1024)
 
 
 _COPY_LSE_RUNTIME = ["dst", "src", "starts", "lens", "rows"]
@@ -172,14 +188,15 @@ _COPY_LSE_RUNTIME = ["dst", "src", "starts", "lens", "rows"]
 @triton.jit(do_not_specialize=_COPY_LSE_RUNTIME, do_not_specialize_on_alignment=_COPY_LSE_RUNTIME)
 def copy_lse_kernel(dst, src, starts, lens, rows, BLOCK: tl.constexpr):
     n = tl.program_id(0)
-    head = tl.program_id(1).to(tl.int64)
-    length = tl.load(lens + n)
-    base = head * rows + tl.load(starts + n)
-    lane = tl.arange(0, BLOCK)
-    for offset in range(0, length, BLOCK):
-        mask = offset + lane < length
-        value = tl.load(src + base + offset + lane, mask=mask)
-        tl.store(dst + base + offset + lane, tl.where(value == float("inf"), float("-inf"), value), mask=mask)
+    base = tl.program_id(1).to(tl.int64) * rows
+    copy_lse_rows(dst + base, src + base, tl.load(starts + n), tl.load(lens + n), BLOCK)
+
+
+@triton.jit(do_not_specialize=["lse", "count"], do_not_specialize_on_alignment=["lse", "count"])
+def normalize_kernel(lse, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(lse + at, mask=at < count)
+    tl.store(lse + at, float("-inf"), mask=(at < count) & (value == float("inf")))
 
 
 _SUBSETS_RUNTIME = [
@@ -215,4 +232,5 @@ keyless = Launcher(keyless_kernel)
 unseen_grads = Launcher(unseen_kernel)
 copy = Launcher(copy_kernel, num_warps=8)
 copy_lse = Launcher(copy_lse_kernel)
+normalize = Launcher(normalize_kernel)
 subsets = Launcher(subsets_kernel)
