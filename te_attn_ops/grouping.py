@@ -33,8 +33,9 @@ def _compact(starts: Tensor, lens: Tensor, order: Tensor, rows: int) -> _Side:
     torch.cumsum(total, 0, out=compact[1:])
     place, offset = row_coordinates(compact, rows)
     source = (starts.long()[order][place] + offset).clamp(max=rows - 1)
-    # Compact rows beyond the last sequence read some finite row: row 0 of the batch's own data.
-    source = torch.where(offset < total.long()[place], source, torch.zeros_like(source))
+    # Rows beyond the last sequence repeat its own last one: a kernel that loads whole tiles sees nothing there that is not its.
+    last = source.index_select(0, (compact[-1:] - 1).clamp(min=0))
+    source = torch.where(offset < total.long()[place], source, last)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(order.shape[0], device=order.device)
     sequence, inside = row_coordinates(starts, rows)

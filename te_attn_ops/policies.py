@@ -409,7 +409,7 @@ def _make_plans(attention: Any, geometry: _PlanGeometry) -> list[SingleLaunchPla
 
 def refresh_thd_policies(
     prepared: PreparedPolicies,
-    policies: Sequence[Mapping[str, Any]],
+    policies: Sequence[Mapping[str, Any]] | PreparedPolicies,
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor | None = None,
     *,
@@ -418,41 +418,66 @@ def refresh_thd_policies(
     bottom_right_diagonal: bool | None = None,
     total_q: int | None = None,
     total_kv: int | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_kv: int | None = None,
 ) -> None:
     """Writes a new partition (and geometry) of as many sequences into ``prepared``'s tensors, so that graphs captured with it
     follow. Eager; order it, on the current stream, before the replays and after those that still read the old contents.
 
-    The masks must be the same, in the same order, and ``bottom_right_diagonal`` what it was for :func:`prepare_thd_policies`.
     cu_seqlens that a graph reads must be refilled by the caller.
 
+    Args:
+        prepared: what the graphs were captured with.
+        policies: a list as :func:`prepare_thd_policies` takes it, of the same masks in the same order, or what that returned for the
+            new batch, for example in a data loader and then padded to the capacity (:meth:`PreparedPolicies.pad_to`).
+        cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded: [N + 1] of the new batch.
+        bottom_right_diagonal: what it was for :func:`prepare_thd_policies`.
+        total_q, total_kv, max_seqlen_q, max_seqlen_kv: the rows and bounds that were captured, in tokens. A replay cannot check
+            them: given here, a batch beyond them is refused.
+
     Raises:
-        ValueError: other masks, another number of sequences, or a single-launch plan that does not fit the old one's tensors:
-            then prepare anew and capture again. ``prepared`` is as it was.
+        ValueError: other masks, another number of sequences, a batch beyond the bounds, or a single-launch plan that does not
+            fit the old one's tensors: then prepare anew and capture again. ``prepared`` is as it was.
     """
     if not isinstance(prepared, PreparedPolicies):
         raise TypeError(f"prepared must be what prepare_thd_policies returned, got {type(prepared).__name__}")
-    fresh = prepare_thd_policies(
-        policies,
-        cu_seqlens_q,
-        cu_seqlens_kv,
-        cu_seqlens_q_padded=cu_seqlens_q_padded,
-        cu_seqlens_kv_padded=cu_seqlens_kv_padded,
-        mutable=True,
-        bottom_right_diagonal=bottom_right_diagonal,
-    )
+    slots = {"cu_seqlens_q_padded": cu_seqlens_q_padded, "cu_seqlens_kv_padded": cu_seqlens_kv_padded}
+    bounds = {"total_q": total_q, "total_kv": total_kv, "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
+    if isinstance(policies, PreparedPolicies):
+        packing.validate_packed(cu_seqlens_q, cu_seqlens_kv, **slots, **bounds)  # type: ignore[arg-type]
+        fresh = policies.to(prepared.policy_index.device)
+    else:
+        prepare = functools.partial(
+            prepare_thd_policies,
+            policies,
+            cu_seqlens_q,
+            cu_seqlens_kv,
+            bottom_right_diagonal=bottom_right_diagonal,
+            **slots,  # type: ignore[arg-type]
+        )
+        fresh = prepare(keep_empty=True, **bounds)  # type: ignore[arg-type]
+        if fresh.policies != prepared.policies:  # empty ones were perhaps dropped then
+            fresh = prepare(validate=False)
     if fresh.policies != prepared.policies:
-        raise ValueError(f"{ARGUMENT} must hold the masks that were prepared, {prepared.policies}; got {fresh.policies}")
+        raise ValueError(
+            f"{ARGUMENT} must hold the masks that were prepared, {prepared.policies}; got {fresh.policies}. Where a policy may have no "
+            "sequence in some batch, prepare all with keep_empty=True"
+        )
     if fresh.policy_index.shape != prepared.policy_index.shape:
         raise ValueError(
             f"{ARGUMENT} was prepared for {prepared.policy_index.shape[0]} sequences, got {fresh.policy_index.shape[0]}: "
-            "see pad_packed_batch"
+            "see pad_packed_batch, and pad_to of what prepare_thd_policies returns"
         )
-    if prepared.contiguous and not _is_contiguous(fresh.policy_index.tolist()):
+    if prepared.contiguous and not (fresh.contiguous or _is_contiguous(fresh.policy_index.tolist())):
         raise ValueError(
             f"{ARGUMENT} was prepared with each policy's sequences in one run, which kernels rely on; the new partition has none: "
             "prepare with mutable=True, or anew"
         )
     pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
+    if fresh.policy_index.shape[0] != cu_seqlens_q.shape[0] - 1:
+        raise ValueError(
+            f"{ARGUMENT} was prepared for {fresh.policy_index.shape[0]} sequences, cu_seqlens_q has {cu_seqlens_q.shape[0] - 1}"
+        )
     if prepared.equal_lengths and not pack.equal_lengths:
         check_equal_lengths(pack)
     if prepared.plans:

@@ -17,7 +17,7 @@ from ..checks import check_bool, check_int, check_selection
 from ..masks import PADDING_MASK_TYPES, normalize_mask_type, normalize_window, resolve_mask
 from ..policies import PlanSpec, PreparedPolicies
 from .layers import drop_extra_state
-from .layouts import PackedInputs, check_qkv_format, pack_dense, unpack_dense, unpack_projection
+from .layouts import PackedInputs, batch_joins_heads, check_qkv_format, pack_dense, unpack_dense, unpack_projection
 from .unsupported import refuse_context_parallel, refuse_unsupported
 
 _AS_PADDING = {"no_mask": "padding", "causal": "padding_causal", "causal_bottom_right": "padding_causal_bottom_right"}
@@ -257,12 +257,13 @@ class DotProductAttention(torch.nn.Module):
         assert attn_mask_type is not None
         padding = attn_mask_type in PADDING_MASK_TYPES
         options["attn_mask_type"] = attn_mask_type if padding else _AS_PADDING[attn_mask_type]
-        batch = q.shape[1] if qkv_format == "sbhd" else q.shape[0]
-        packed = pack_dense(q, k, v, qkv_format, padding, offsets[0], offsets[1], max_seqlen_q, max_seqlen_kv)
+        len_q, batch = q.shape[:2] if qkv_format == "sbhd" else (q.shape[1], q.shape[0])
+        joined = batch_joins_heads(qkv_format, padding, batch)
+        packed = pack_dense(q, k, v, qkv_format, padding, joined, offsets[0], offsets[1], max_seqlen_q, max_seqlen_kv)
         out, max_logit = self._attend(packed, options, checkpointed)
         if max_logit is not None and max_logit.shape[0] != self.num_attention_heads:
             max_logit = max_logit.unflatten(0, (batch, -1)).amax(0)
-        return unpack_dense(out, qkv_format, padding, batch), max_logit
+        return unpack_dense(out, qkv_format, joined, batch, len_q), max_logit
 
     def _packed_inputs(
         self,

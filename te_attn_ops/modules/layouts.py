@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.symbolic_shapes import has_static_value
 
 QKV_FORMATS = ("sbhd", "bshd", "thd")
 
@@ -98,12 +99,19 @@ def _uniform_offsets(count: int, step: int, like: Tensor) -> Tensor:
     return torch.arange(count + 1, dtype=torch.int32, device=like.device) * step
 
 
+def batch_joins_heads(qkv_format: str, padding: bool, batch: int) -> bool:
+    """Whether dense attention sees [s, b * h, d]: in sbhd without padding, where heads of different samples never meet, so that
+    nothing is transposed. The number of heads is a constant of a compiled graph: a symbolic batch does not join it."""
+    return qkv_format == "sbhd" and not padding and has_static_value(batch) and batch != 0
+
+
 def pack_dense(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     qkv_format: str,
     padding: bool,
+    joined: bool,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_kv: Tensor | None,
     max_seqlen_q: int | None,
@@ -112,10 +120,10 @@ def pack_dense(
     """Dense q [s_q, b, h, d] or [b, s_q, h, d] (and k, v alike) as packed rows.
 
     bshd: sequence n is rows n * s .. of [b * s, h, d]; with ``padding`` its first cu_seqlens[n + 1] - cu_seqlens[n] rows count
-    and the others are gaps, in place. sbhd without padding: heads of different samples never meet, so the batch joins the
-    heads, [s, b * h, d], and nothing is transposed; the groups of GQA stay in order. sbhd with padding is transposed first.
+    and the others are gaps, in place. sbhd: the batch joins the heads, whose groups of GQA stay in order, where ``joined``
+    (:func:`batch_joins_heads`) says so; else it is transposed first.
     """
-    if qkv_format == "sbhd" and not padding:
+    if joined:
         q, k, v = (x.flatten(1, 2) for x in (q, k, v))
         count, len_q, len_kv = 1, q.shape[0], k.shape[0]
     else:
@@ -138,9 +146,9 @@ def pack_dense(
     return PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, max_seqlen_q, max_seqlen_kv)
 
 
-def unpack_dense(out: Tensor, qkv_format: str, padding: bool, batch: int) -> Tensor:
+def unpack_dense(out: Tensor, qkv_format: str, joined: bool, batch: int, len_q: int) -> Tensor:
     """The module's output, [s, b, h * d_v] or [b, s, h * d_v], of what attention gave for :func:`pack_dense`'s inputs."""
-    if qkv_format == "sbhd" and not padding:
+    if joined:
         return out.unflatten(1, (batch, -1)).flatten(2, 3)
-    out = out.flatten(1, 2).unflatten(0, (batch, -1))
+    out = out.flatten(1, 2).unflatten(0, (batch, len_q))
     return out.transpose(0, 1).contiguous() if qkv_format == "sbhd" else out

@@ -89,7 +89,8 @@ def packed_positions(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, rows:
     if cu_seqlens.shape[0] < 2:
         return torch.zeros_like(offset)
     lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).to(offset.dtype)
-    return torch.where(offset < lengths[sequence], offset, 0)
+    # Rows before the first slot have a negative offset.
+    return torch.where((offset >= 0) & (offset < lengths[sequence]), offset, 0)
 
 
 def rotary_table(
