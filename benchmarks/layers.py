@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from te_attn_ops import NoBackendError, PreparedPolicies, explain, prepare_thd_policies
 from te_attn_ops.modules import RotaryPositionEmbedding, TransformerLayer
@@ -126,14 +125,9 @@ class PlanAhead:
         if self.ready is not None:
             main = torch.cuda.current_stream()
             main.wait_event(self.ready)
-            for tensor in _tensors(prepared):
-                tensor.record_stream(main)
+            prepared.record_stream(main)
         self.model.step(thd_attention_policies=prepared)
         self.ahead()
-
-
-def _tensors(prepared: PreparedPolicies) -> list[Tensor]:
-    return [prepared.policy_index, *[tensor for plan in prepared.plans for tensor in plan.tensors]]
 
 
 # -------------------------------------------------------------------------------------------------------------------- timing

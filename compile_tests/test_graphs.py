@@ -156,6 +156,20 @@ def test_the_backward_computes_no_forward_and_no_routing_again() -> None:
     assert [count_calls(graphs.backward[0], name) for name in names] == [0, 0, 1]
 
 
+def test_padding_saves_what_is_saved_without_it_as_wide_as_the_kernel_takes_it() -> None:
+    """V and the attention's output are kept once each, padded: nothing is kept beside them. (q and k have that width already.)"""
+
+    def saved_widths(pad_head_dim: bool) -> list[int]:
+        (forward,) = aot_graphs(UNEQUAL, pad_head_dim=pad_head_dim).forward
+        (result,) = (node for node in forward.graph.nodes if node.op == "output")
+        kept = [node.meta["val"].shape for node in result.args[0][1:]]
+        return sorted(shape[2] for shape in kept if len(shape) == 3)
+
+    q, k, k_before_cos, v, out, out_of_relu = UNEQUAL.head_dim_qk, 24, 24, 16, 16, 16
+    assert saved_widths(False) == sorted([q, k, k_before_cos, v, out, out_of_relu])
+    assert saved_widths(True) == sorted([q, k, k_before_cos, 24, 24, out_of_relu])
+
+
 def test_layers_share_one_routing() -> None:
     """Four layers over one batch: AOTAutograd finds that the routing is the same."""
 

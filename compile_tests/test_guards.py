@@ -157,6 +157,27 @@ def test_determinism_by_variable_is_noticed(monkeypatch: pytest.MonkeyPatch, sta
     assert seen == [False, True]
 
 
+def test_a_switch_of_torchs_determinism_is_noticed() -> None:
+    """On, on but only warning, and off: torch's flash kernel is deterministic in the first alone."""
+    seen: list[tuple[bool, bool]] = []
+
+    def note(graph: torch.fx.GraphModule, example: Any) -> Any:
+        (node,) = [node for node in graph.graph.nodes if "attention" in str(node.target)]
+        flags = node.args[-1][1]
+        seen.append((bool(flags & plans.DETERMINISTIC), bool(flags & plans.DETERMINISTIC_ALGORITHMS)))
+        return graph.forward
+
+    function, inputs = torch.compile(thd_attention, fullgraph=True, backend=note), build(INPUTS)
+    try:
+        for _ in range(2):
+            for on, warn_only in ((False, False), (True, False), (True, True)):
+                torch.use_deterministic_algorithms(on, warn_only=warn_only)
+                inputs.attend(function)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [(False, False), (True, True), (True, False)]
+
+
 def test_the_way_of_selecting_is_noticed(chosen: Chosen, monkeypatch: pytest.MonkeyPatch) -> None:
     ranked: list[Any] = []
 

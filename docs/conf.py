@@ -1,4 +1,4 @@
-"""Sphinx configuration. The tables come from docs/results and from the package itself, anew at each build."""
+"""Sphinx configuration. The tables in the pages are docs/make_tables.py's."""
 
 from __future__ import annotations
 
@@ -7,21 +7,16 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-
-import make_tables
 
 import te_attn_ops
-
-make_tables.write_pages()
 
 project = "te_attn_ops"
 copyright = "the te_attn_ops authors"
 version = release = te_attn_ops.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
-# _generated holds parts of pages, results what they are made from.
-exclude_patterns = ["_build", "_generated", "results"]
+# results is what tables are made from.
+exclude_patterns = ["_build", "results"]
 source_suffix = {".md": "markdown"}
 
 myst_enable_extensions = ["colon_fence", "deflist"]

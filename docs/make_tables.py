@@ -1,9 +1,10 @@
 """Tables of the documentation and of the README, from docs/results/*.json and from the backends' own refusals.
 
-    python docs/make_tables.py            write docs/_generated/*.md and the README's block of results
-    python docs/make_tables.py --check    exit code 1 if the README's block is not what the results say
+    python docs/make_tables.py            bring the blocks of the pages and of the README up to date
+    python docs/make_tables.py --check    exit code 1 if one is not what the results and the backends say
 
-The documentation's build does the first part by itself. A result that is not there gives a sentence that says how to make it.
+A block stands between two comments that name it, in the page itself: it can be read without building anything. A result that is
+not there gives a sentence that says how to make it.
 """
 
 from __future__ import annotations
@@ -31,9 +32,7 @@ from te_attn_ops.modules.unsupported import _UNSUPPORTED
 DOCS = Path(__file__).resolve().parent
 ROOT = DOCS.parent
 RESULTS = DOCS / "results"
-GENERATED = DOCS / "_generated"
 README = ROOT / "README.md"
-BEGIN, END = "<!-- results: begin (python docs/make_tables.py) -->", "<!-- results: end -->"
 
 Row = dict[str, Any]
 NO = "-"
@@ -85,7 +84,7 @@ def missing(name: str, command: str) -> str:
 
 
 def plot(name: str, text: str) -> str:
-    return f"![{text}](/results/{name})\n" if (RESULTS / name).is_file() else ""
+    return f"![{text}](results/{name})\n" if (RESULTS / name).is_file() else ""
 
 
 def paragraphs(*parts: str) -> str:
@@ -516,32 +515,6 @@ def refused_page() -> str:
     return table(("argument", "accepted", "why no other value"), body)
 
 
-# ----------------------------------------------------------------------------------------------------------------------- outputs
-PAGES: dict[str, Callable[[], str]] = {
-    "mixed": mixed_page,
-    "mixed_details": mixed_details_page,
-    "padding": padding_page,
-    "layers": layers_page,
-    "demo": demo_page,
-    "gpu_tests": gpu_tests_page,
-    "widths": widths_page,
-    "features": features_page,
-    "reasons": reasons_page,
-    "presumed": presumed_page,
-    "tiles": tiles_page,
-    "refused": refused_page,
-}
-
-
-def write_pages() -> None:
-    """docs/_generated/NAME.md, rewritten only where it changed."""
-    GENERATED.mkdir(exist_ok=True)
-    for name, make in PAGES.items():
-        path, text = GENERATED / f"{name}.md", make()
-        if not path.is_file() or path.read_text() != text:
-            path.write_text(text)
-
-
 README_WORKS = ("33k-p2", "33k-p4", "32k-p8", "8k-p4", "4k-p2")
 
 
@@ -573,31 +546,56 @@ def readme_block() -> str:
     return "\n\n".join(part.strip() for part in parts)
 
 
-def with_block(text: str, block: str) -> str:
-    """The README's text with the block between its markers.
+# ----------------------------------------------------------------------------------------------------------------------- outputs
+BLOCKS: dict[str, tuple[Path, Callable[[], str]]] = {
+    "results": (README, readme_block),
+    "mixed": (DOCS / "dispatch.md", mixed_page),
+    "mixed_details": (DOCS / "benchmarks.md", mixed_details_page),
+    "padding": (DOCS / "padding.md", padding_page),
+    "layers": (DOCS / "benchmarks.md", layers_page),
+    "demo": (DOCS / "benchmarks.md", demo_page),
+    "gpu_tests": (DOCS / "backends.md", gpu_tests_page),
+    "tiles": (DOCS / "backends.md", tiles_page),
+    "presumed": (DOCS / "backends.md", presumed_page),
+    "widths": (DOCS / "backends.md", widths_page),
+    "features": (DOCS / "backends.md", features_page),
+    "reasons": (DOCS / "backends.md", reasons_page),
+    "refused": (DOCS / "refused.md", refused_page),
+}
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """A page's text with the block between its markers.
 
     Raises:
-        ValueError: it has no markers.
+        ValueError: it has no markers of that name.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ValueError(f"README.md needs the lines {BEGIN} and {END} once each")
-    head, rest = text.split(BEGIN)
-    return f"{head}{BEGIN}\n{block}\n{END}{rest.split(END)[1]}"
+    begin, end = f"<!-- {name}: begin (python docs/make_tables.py) -->", f"<!-- {name}: end -->"
+    if text.count(begin) != 1 or text.count(end) != 1:
+        raise ValueError(f"the lines {begin} and {end} are needed once each")
+    head, rest = text.split(begin)
+    return f"{head}{begin}\n{block.strip()}\n{end}{rest.split(end)[1]}"
+
+
+def stale_pages() -> dict[Path, str]:
+    """The pages whose blocks are out of date, with what they should be."""
+    fresh: dict[Path, str] = {}
+    for name, (page, make) in BLOCKS.items():
+        fresh[page] = with_block(fresh.get(page) or page.read_text(), name, make())
+    return {page: text for page, text in fresh.items() if text != page.read_text()}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if the README's block is out of date")
+    parser.add_argument("--check", action="store_true", help="write nothing; exit code 1 if a block is out of date")
     arguments = parser.parse_args()
-    text = README.read_text()
-    fresh = with_block(text, readme_block())
-    if arguments.check:
-        if fresh != text:
-            print("README.md does not show docs/results: run python docs/make_tables.py", file=sys.stderr)
-        return int(fresh != text)
-    write_pages()
-    README.write_text(fresh)
-    return 0
+    stale = stale_pages()
+    for page, text in stale.items():
+        if arguments.check:
+            print(f"{page.relative_to(ROOT)} is out of date: run python docs/make_tables.py", file=sys.stderr)
+        else:
+            page.write_text(text)
+    return int(arguments.check and bool(stale))
 
 
 if __name__ == "__main__":

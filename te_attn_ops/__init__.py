@@ -1,4 +1,10 @@
-"""Attention for packed (THD) batches under torch.compile and CUDA graphs. Importing this package imports torch alone."""
+"""Attention for packed (THD) batches under torch.compile and CUDA graphs. Importing this package imports torch alone.
+
+The submodules ``modules``, ``measure`` and ``testing`` are imported when they are first asked for.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from .attention import thd_attention
 from .explain import Explanation, explain
@@ -29,5 +35,15 @@ __all__ = [
     "thd_attention",
     "validate_packed",
 ]
+
+if TYPE_CHECKING:
+    from . import measure as measure, modules as modules, testing as testing
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name in ("measure", "modules", "testing"):
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 _configure_logging()

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 import operator
-import os
 import weakref
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -100,7 +99,9 @@ def thd_attention(
         _check_qkv(q, k, v)
         raise
     eager = not environment.is_tracing()
-    if torch._C._are_functorch_transforms_active() or (eager and forward_ad._current_level >= 0):
+    if torch._C._are_functorch_transforms_active() or (
+        eager and (forward_ad._current_level >= 0 or torch._C._get_tracing_state() is not None)
+    ):
         _refuse_transforms(q, k, v)
     if eager and isinstance(thd_attention_policies, (PreparedPolicies, type(None))):
         routing = _ROUTINGS.find(cu_seqlens, thd_attention_policies, q)
@@ -136,13 +137,15 @@ def thd_attention(
     scale = operator.index(q.shape[2]) ** -0.5 if softmax_scale is None else _check_scale(softmax_scale)
     if decision.pad_outside:
         q, k, v = (pad_to_width(x, decision.pad_outside) for x in (q, k, v))
-    rest = (*subsets, decision.single_launch, bound_q, bound_kv, scale, decision.plan)
-    out, lse, max_logit = ops.attend(is_training, q, k, v, *rest)
+    rest = (decision.single_launch, bound_q, bound_kv, scale, decision.plan)
+    out, lse, max_logit = ops.attend(is_training, q, k, v, subsets, *rest)
     if out.shape[2] != head_dim_v:
         out = out[..., :head_dim_v]
     if sanitize_padding:
         # Selecting once more on the way out keeps a non-finite grad_out of those rows from the backward kernels.
         out = torch.where(real_rows, out, torch.zeros((), dtype=out.dtype, device=out.device))
+    if return_lse is not False:
+        check_bool("return_lse", return_lse)
     if not (return_lse or return_max_logit):
         return out
     return (out, *([lse] if return_lse else []), *([max_logit] if return_max_logit else []))
@@ -150,7 +153,10 @@ def thd_attention(
 
 # ------------------------------------------------------------------------------------------------------------------- checks
 def _refuse_transforms(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Under torch.func requires_grad reads False in compiled code, and kernels drop a tangent: both would be silent zeros."""
+    """Under torch.func requires_grad reads False in compiled code, and kernels drop a tangent: both would be silent zeros. A trace of
+    TorchScript has tensors for sizes."""
+    if torch._C._get_tracing_state() is not None:
+        raise NotImplementedError("thd_attention cannot be traced by torch.jit.trace: use torch.compile or torch.export")
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(
             "thd_attention does not work inside a torch.func transform (grad, vjp, jvp, vmap, ...); use torch.autograd.grad or backward"
@@ -204,13 +210,11 @@ def _check_contents(
 
     Returns whether that is settled: False where they could not be read now.
     """
-    if type(pack.cu_seqlens_q) is not Tensor or type(q) is not Tensor or type(k) is not Tensor or torch._C._len_torch_dispatch_stack():
+    if type(q) is not Tensor or type(k) is not Tensor:
         return False
-    if pack.cu_seqlens_q.device.type != "cpu":
-        if os.environ.get("TE_ATTN_OPS_VALIDATE") != "1" or pack.cu_seqlens_q.is_meta:
-            return True
-        if pack.cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
-            return False
+    readable = packing.may_read_contents(pack.cu_seqlens_q)
+    if not readable:
+        return readable is False
     packing.validate_packed(
         pack.cu_seqlens_q,
         pack.cu_seqlens_kv,
@@ -426,10 +430,10 @@ _ROUTINGS = _Routings()
 
 def _subsets(pack: packing.Packing, prepared: PreparedPolicies | None, decision: _Decision, routing: _Routing | None) -> Any:
     """The routing as tensors: one small kernel. Eager calls keep it for prepared policies, which belong to one batch, except
-    during a capture: a replay must read what the tensors hold then. cu_seqlens alone promise nothing: a broadcast into them,
+    during a capture or a trace: a replay must read what the tensors hold then. cu_seqlens alone promise nothing: a broadcast into them,
     for one, does not raise their version."""
     keep, stream = False, 0
-    if routing is not None and prepared is not None and not prepared.mutable:
+    if routing is not None and prepared is not None and not prepared.mutable and not ops.is_observed():
         if pack.cu_seqlens_q.is_cuda:
             keep = not torch.cuda.is_current_stream_capturing()
             stream = torch._C._cuda_getCurrentRawStream(pack.cu_seqlens_q.get_device())
@@ -458,7 +462,9 @@ def _flags(
 ) -> int:
     if deterministic is None:
         deterministic = env[6] == b"0" or torch.are_deterministic_algorithms_enabled()
-    flags = plans.DETERMINISTIC if deterministic else 0
+    flags = 0
+    if deterministic:
+        flags |= plans.DETERMINISTIC | (plans.DETERMINISTIC_ALGORITHMS if environment.deterministic_algorithms() else 0)
     if return_max_logit:
         flags |= plans.MAX_LOGIT
     if equal_lengths:
@@ -520,6 +526,7 @@ def _decide(
             "and v are [tokens, heads, head_dim]; for cross-attention pass cu_seqlens_kv"
         )
     _check_options(dispatch, prepared, selection_mode, backend)
+    check_bool("return_max_logit", return_max_logit)
     for name, value in (("pad_head_dim", pad_head_dim), ("deterministic", deterministic)):
         if value is not None:
             check_bool(name, value)
@@ -536,29 +543,36 @@ def _decide(
     single_launch = _single_launch_plan(prepared, q.dtype, heads, head_dims, bands, is_training)
     if selection_mode is None:
         selection_mode = _selection_of(env[7])
-    numbers = selection.select_numbers(
-        q.dtype,
-        q.device,
-        heads,
-        head_dims,
-        tuple([band.as_ints() for band in bands]),
-        bucket,
-        flags,
-        pack.has_gaps,
-        prepared is None or not prepared.mutable,
-        len(single_launch) > 0,
-        backend,
-        pad_head_dim,
-        dispatch,
-        selection_mode,
-        env,
-        environment.STATE.generation,
-    )
+
+    def choose(flags: int) -> tuple[int, ...]:
+        return selection.select_numbers(
+            q.dtype,
+            q.device,
+            heads,
+            head_dims,
+            tuple([band.as_ints() for band in bands]),
+            bucket,
+            flags,
+            pack.has_gaps,
+            prepared is None or not prepared.mutable,
+            len(single_launch) > 0,
+            backend,
+            pad_head_dim,
+            dispatch,
+            selection_mode,
+            env,
+            environment.STATE.generation,
+        )
+
+    # Runs of neighbours are read and told only where a kernel makes use of them: Dynamo guards what is read.
+    recorded = not environment.is_tracing() and selection.is_recording()
+    numbers = choose(flags | (plans.CONTIGUOUS if recorded and prepared is not None and prepared.contiguous else 0))
+    if prepared is not None and selection.uses_runs(numbers[2:]) and prepared.contiguous:
+        numbers = choose(flags | plans.CONTIGUOUS)
+        if numbers[0] == plans.PADDED and selection.uses_runs(numbers[2:]):
+            flags |= plans.CONTIGUOUS
     if pack.has_gaps:
         flags |= plans.GAPS
-    # Read only where a kernel makes use of it: Dynamo guards what is read.
-    if prepared is not None and numbers[0] == plans.PADDED and selection.uses_runs(numbers[2:]) and prepared.contiguous:
-        flags |= plans.CONTIGUOUS
     # One policy over all sequences needs no routing, unless its members may still change.
     routed = prepared is not None and (len(bands) > 1 or prepared.mutable)
     if numbers[0] == plans.PADDED and not routed and not pack.has_gaps:
@@ -594,7 +608,7 @@ def _decide_eager(
         pack.slots_q is pack.slots_kv, pack.has_gaps, bucket, is_training, mask, options,
         # 1 == True, and 2.0 == 2
         type(mask[2]), _types(mask[1]) if type(mask[1]) is tuple else type(mask[1]), *map(type, options),
-        torch.are_deterministic_algorithms_enabled(), environment.snapshot(), environment.STATE.generation,
+        torch.get_deterministic_debug_mode(), environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:
         key = None if prepared.plans else (*key, prepared.kind)  # type: ignore[misc]

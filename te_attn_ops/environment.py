@@ -70,6 +70,12 @@ def is_tracing() -> bool:
     return torch.compiler.is_dynamo_compiling() or (torch.compiler.is_compiling() and torch._C._len_torch_dispatch_stack() > 0)
 
 
+@torch.compiler.assume_constant_result
+def deterministic_algorithms() -> bool:
+    """Whether torch.use_deterministic_algorithms(True, warn_only=False) is on. Dynamo guards that state of torch by itself."""
+    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
+
+
 class _State:
     """``generation`` is a string: Dynamo never makes a string symbolic."""
 

@@ -8,16 +8,18 @@ from torch import Tensor
 
 from . import grouping, plan as plans
 from .inplace import BackwardBatch, Batch, Buffers, run_backward, run_forward
+from .params import seqlen_bucket
 from .rows import device_guard, fill_outside_backward, fill_outside_forward
 
 
 def kernel_ready(x: Tensor) -> Tensor:
-    """A tensor that every kernel can read: last stride 1, base and rows 16-byte aligned, no row repeated by a stride of 0."""
+    """A tensor that every kernel can read: last stride 1, base and rows 16-byte aligned, no row repeated by a stride of 0. A view
+    that reaches over 2^31 elements of a larger tensor is copied: not every kernel that takes as many itself can address it."""
     unit = 16 // x.element_size() or 1
     row, head, last = x.stride()
     if last != 1 or row % unit or head % unit or row == 0 or head == 0:
         return x.clone(memory_format=torch.contiguous_format)
-    if x.data_ptr() % 16:
+    if x.data_ptr() % 16 or (x.shape[0] * row >= 1 << 31 and x.numel() < 1 << 31):
         return x.clone(memory_format=torch.contiguous_format)
     return x
 
@@ -43,6 +45,7 @@ def forward(batch: Batch, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:
         out = q.new_zeros(q.shape[0], heads, head_dim_v)
         lse = q.new_full((heads, q.shape[0]), float("-inf"), dtype=torch.float32)
     else:
+        _tighten(batch)
         with device_guard(q):
             if decoded.width:
                 batch.q, batch.k, batch.v = (pad_head_dim(x, decoded.width) for x in (q, batch.k, batch.v))
@@ -62,6 +65,7 @@ def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Ten
     q, k, v = batch.q, batch.k, batch.v
     if _nothing_to_do(batch):
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+    _tighten(batch)
     with device_guard(q):
         batch.q, batch.k, batch.v = (kernel_ready(pad_head_dim(x, decoded.width)) for x in (q, k, v))
         batch.grad_out, batch.out = (kernel_ready(pad_head_dim(x, decoded.width)) for x in (batch.grad_out, batch.out))
@@ -72,6 +76,12 @@ def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Ten
         dq, dk, dv = (_trim(grad, x.shape[2]) for grad, x in zip(buffers.grads, (q, k, v)))
         fill_outside_backward(dq, dk, dv, *batch.subsets)
     return dq, dk, dv
+
+
+def _tighten(batch: Batch) -> None:
+    """No sequence has more tokens than there are rows: a loose bound costs idle thread blocks. In steps, for kernels built per bound."""
+    batch.max_seqlen_q = min(batch.max_seqlen_q, seqlen_bucket(batch.q.shape[0]))
+    batch.max_seqlen_kv = min(batch.max_seqlen_kv, seqlen_bucket(batch.k.shape[0]))
 
 
 def _nothing_to_do(batch: Batch) -> bool:

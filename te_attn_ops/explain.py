@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import textwrap
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from .attention import thd_attention
 from .backends import BACKEND_NAMES, get_backend
 from .backends.base import common_fused_refusals
 from .checks import check_bool, check_selection
+from .masks import Band
 from .params import AttentionParams
 from .policies import DISPATCHES
 from .selection import Candidate, NoBackendError, Request, Selection
@@ -54,7 +56,7 @@ class Explanation:
         candidates: every backend, native and padded, that was asked; refused or ranked.
         selection: the choice; None where nothing can run the call.
         environment: the variables that a choice depends on, as they were.
-        advice: what to install or to set for a faster kernel.
+        advice: what to install or to set for a faster kernel, or for one at all.
         further: the explanations of a module's other attention calls, if it makes several that differ.
     """
 
@@ -133,7 +135,18 @@ class Explanation:
         lines = [f"override: {name}={value!r}" for name, value in self._overrides()]
         changed = [f"{name}={value}" for name, value in self.environment.items() if value.encode() != _DEFAULTS.get(name, b"")]
         lines.append(f"environment: {', '.join(changed) if changed else 'all variables at their defaults'}")
-        return lines + [f"faster: {line}" for line in self.advice]
+        lines += self._ways_to_address()
+        return lines + [f"{'instead' if self.selection is None else 'faster'}: {line}" for line in self.advice]
+
+    def _ways_to_address(self) -> Iterator[str]:
+        """How kernels that know cu_seqlens alone are told of one policy's sequences (see backends/_fa2.py)."""
+        chosen = self.selection
+        if chosen is None or chosen.dispatch != "padded" or len(self.params.bands) == 1:
+            return
+        how = "one run of neighbours" if self.params.contiguous else "entries that attend to nothing for the rows between, then copies"
+        for name in dict.fromkeys(chosen.backends):
+            if not get_backend(name).in_place:
+                yield f"each policy's sequences on {name}: {how}"
 
     def _overrides(self) -> Iterator[tuple[str, Any]]:
         request = self.request
@@ -170,7 +183,7 @@ class Explanation:
         bands = self.params.bands
         if len(policies) == len(bands):
             return "all"
-        return "; ".join(f"{index}: {bands[index].describe()}" for index in sorted(policies))
+        return "; ".join(f"{index}: {_describe_band(self.params, bands[index])}" for index in sorted(policies))
 
     def _cell(self, candidate: Candidate) -> str:
         if not candidate.accepted:
@@ -294,8 +307,7 @@ def _explain_request(request: Request) -> Explanation:
 
 # ------------------------------------------------------------------------------------------------------------------- advice
 def _advice(request: Request, chosen: Selection | None) -> Iterator[str]:
-    if request.backend is None:
-        yield from _advice_to_install(request, chosen)
+    yield from _advice_to_install(request, chosen)
     yield from _advice_to_set(request, chosen)
 
 
@@ -308,7 +320,7 @@ def _advice_to_install(request: Request, chosen: Selection | None) -> Iterator[s
     """Backends that are not there, may take the call as far as documented limits tell, and rank before the winner."""
     p = request.params
     cost = _cost_to_beat(chosen)
-    for name in BACKEND_NAMES:
+    for name in BACKEND_NAMES if request.backend is None else (request.backend,):
         found = _INSTALL.get(name)
         if found is None or get_backend(name).version() is not None or p.sm >= found.beyond_sm:
             continue
@@ -337,20 +349,22 @@ def _advice_to_set(request: Request, chosen: Selection | None) -> Iterator[str]:
     if not overridden and not any(map(snapshot.disabled, environment.SWITCHES)):
         return
     cost = _cost_to_beat(chosen)
-    free = Request(request.params, env=tuple(_DEFAULTS.values()))
+    free = dataclasses.replace(request, backend=None, pad_head_dim=None, env=tuple(_DEFAULTS.values()))
     ranked = [c for c in selection.probe(free) if c.rank is not None and 0 in c.policies]
     best = min(ranked, key=lambda c: c.rank or 0.0, default=None)
     if best is None or best.rank is None or best.rank >= cost * 0.99:
         return
+    in_the_way = ["backend"] if request.backend not in (None, best.backend) else []
+    if request.pad_head_dim not in (None, best.head_dim_padded > 0):
+        in_the_way.append("pad_head_dim")
+    remedies = [f"leave {' and '.join(in_the_way)} open"] if in_the_way else []
     off = [switch for switch in get_backend(best.backend).switches if snapshot.disabled(switch)]
-    if off and request.backend is None:
-        remedy = f"unset {', '.join(off)}"
-    elif overridden:
-        remedy = "leave backend and pad_head_dim open"
-    else:
-        return
-    width = f" padded to {best.head_dim_padded}" if best.head_dim_padded else ""
-    yield f"{best.backend}{width} ({_gain(chosen, best.rank)}): {remedy}"
+    if off and request.backend != best.backend:  # a named backend ignores the switches
+        remedies.append(f"unset {', '.join(off)}")
+    if remedies:
+        width = f" padded to {best.head_dim_padded}" if best.head_dim_padded else ""
+        gain = "can run it" if chosen is None else _gain(chosen, best.rank)
+        yield f"{best.backend}{width} ({gain}): {', '.join(remedies)}"
 
 
 # -------------------------------------------------------------------------------------------------------------------- pieces
@@ -377,7 +391,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _band_dict(band: Any) -> dict[str, Any]:
+def _band_dict(band: Band) -> dict[str, Any]:
     return {"left": band.left, "right": band.right, "bottom_right": band.bottom_right}
 
 
@@ -397,13 +411,18 @@ def _candidate_dict(candidate: Candidate) -> dict[str, Any]:
 def _describe(p: AttentionParams) -> str:
     device = p.device_type if p.device_type != "cuda" else f"cuda sm{p.sm}"
     heads = f"{p.num_heads} heads" if p.num_heads == p.num_gqa_groups else f"{p.num_heads} heads over {p.num_gqa_groups}"
-    bands = " + ".join(dict.fromkeys(band.describe() for band in p.bands))
-    flags = [name for name in ("deterministic", "return_max_logit", "has_gaps") if getattr(p, name)]
+    bands = " + ".join(dict.fromkeys(_describe_band(p, band) for band in p.bands))
+    flags = [name for name in ("deterministic", "return_max_logit", "has_gaps", "contiguous") if getattr(p, name)]
     flags += [] if p.equal_lengths else ["unequal lengths"]
     mode = "training" if p.is_training else "inference"
     lengths = f"max_seqlen {'/'.join(dict.fromkeys(map(str, (p.max_seqlen_q, p.max_seqlen_kv))))}"
     words = [f"head_dim {p.head_dim_qk}/{p.head_dim_v}", _dtype_name(p.dtype), heads, lengths, bands, mode, *flags, device]
     return ", ".join(words)
+
+
+def _describe_band(p: AttentionParams, band: Band) -> str:
+    """With equal lengths both alignments are the same band, which params spell bottom-right whatever the mask's name says."""
+    return band.describe(aligned=not p.equal_lengths)
 
 
 def _text_table(header: list[str], body: list[list[str]], widest: int = 48) -> list[str]:

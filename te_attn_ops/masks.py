@@ -59,15 +59,16 @@ class Band(NamedTuple):
         """:meth:`as_ints` backwards."""
         return cls(None if left < 0 else left, None if right < 0 else right, bool(bottom_right))
 
-    def describe(self) -> str:
+    def describe(self, aligned: bool = True) -> str:
+        """In a few words; without the alignment where that makes no difference."""
         if self.is_full:
             return "full"
-        align = "bottom_right" if self.bottom_right else "top_left"
+        align = "" if not aligned else " bottom_right" if self.bottom_right else " top_left"
         if self.is_causal:
-            return f"causal {align}"
+            return f"causal{align}"
         left = "inf" if self.left is None else self.left
         right = "inf" if self.right is None else self.right
-        return f"window ({left}, {right}) {align}"
+        return f"window ({left}, {right}){align}"
 
 
 class ResolvedMask(NamedTuple):

@@ -335,7 +335,10 @@ class Workload:
 
         plain = [offsets(length_q), offsets(length_kv)]
         slots = [offsets(length_q + _GAP), offsets(length_kv + _GAP)] if p.has_gaps else plain
-        index = torch.arange(count, device=device, dtype=torch.int32) % num_policies if num_policies > 1 else None
+        index = None
+        if num_policies > 1:
+            order = torch.arange(count, device=device, dtype=torch.int32)
+            index = order * num_policies // count if p.contiguous else order % num_policies
         return cls(
             p,
             new(length_q, p.num_heads, p.head_dim_qk),
@@ -369,6 +372,7 @@ class Workload:
             plans.DETERMINISTIC: p.deterministic,
             plans.MAX_LOGIT: p.return_max_logit,
             plans.EQUAL_LENGTHS: p.equal_lengths,
+            plans.CONTIGUOUS: p.contiguous,
             plans.PLAIN_CU_SEQLENS: alone,
         }
         return sum(flag for flag, wanted_here in wanted.items() if wanted_here)
@@ -414,6 +418,7 @@ class _Cache:
     def __init__(self) -> None:
         self._entries: dict[str, dict[str, dict[str, Any]]] = {}
         self._path: Path | None = None
+        self.forgotten = 0  # how often by forget_measurements: what ranks agreed on before is another question
         self._fingerprint: dict[str, Any] | None = None
 
     def get(self, p: AttentionParams, job: Job) -> Outcome | None:
@@ -557,11 +562,12 @@ selection.on_invalidate(_CACHE.forget)
 
 def forget_measurements() -> None:
     """Deletes what is remembered of times and failed launches on this machine, in memory and on disk. Calls choose again after
-    :func:`te_attn_ops.invalidate`."""
+    :func:`te_attn_ops.invalidate`. In a job of several ranks, call both on all of them."""
     directory = cache_directory()
     for path in directory.glob("measured-*.json") if directory is not None else ():
         path.unlink(missing_ok=True)
     _CACHE.forget()
+    _CACHE.forgotten += 1
 
 
 # ------------------------------------------------------------------------------------------------------------ ranks of one job
@@ -575,7 +581,7 @@ class _Agreement:
     @classmethod
     def of(cls, request: Request, candidates: tuple[Candidate, ...]) -> _Agreement:
         open_to = [(c.backend, c.head_dim_padded, c.dispatch, c.policies) for c in candidates if c.accepted]
-        question = [_params_key(request.params), request.backend, request.pad_head_dim, request.dispatch, open_to]
+        question = [_params_key(request.params), request.backend, request.pad_head_dim, request.dispatch, open_to, _CACHE.forgotten]
         return cls(_default_store(), f"te_attn_ops/measured/{_digest(question)}", candidates)
 
     def known(self) -> Option | None:

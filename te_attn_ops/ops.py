@@ -9,10 +9,13 @@ Registered with define/impl: a third to a seventh of the host time of ``custom_o
 
 from __future__ import annotations
 
+import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._device import DeviceContext
 from torch.utils.flop_counter import register_flop_formula
 
 from . import execution, packing, plan as plans
@@ -132,6 +135,7 @@ def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 _PRE_DISPATCH: Any = torch._C.DispatchKey.PreDispatch
 _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
+_FAST_EAGER = os.environ.get("TE_ATTN_OPS_DISPATCHER") != "1"
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -139,33 +143,52 @@ def _is_plain(x: Tensor) -> bool:
         type(x) in _PLAIN_TYPES
         and (x.is_cuda or x.is_cpu)
         and x.layout is torch.strided
+        and not x.is_neg()
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
+        and not torch._is_functional_tensor(x)
+        and not x._is_zerotensor()
     )
 
 
-def _is_unobserved(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a trip through the dispatcher would change nothing: no mode, subclass, transform, trace or profiler looks at ops."""
-    return not (
-        torch.compiler.is_dynamo_compiling()  # first: Dynamo is not to trace the rest, nor the kernels
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+def is_observed() -> bool:
+    """Whether a mode, a transform, a trace or a profiler looks at this thread's ops."""
+    return bool(
+        torch._C._len_torch_dispatch_stack()
+        or (torch._C._len_torch_function_stack() and not _only_a_default_device())
         or torch._C._are_functorch_transforms_active()
         or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)
         or torch._C._dispatch_tls_is_dispatch_key_included(_VMAP)
         or torch._C._get_tracing_state() is not None
         or torch.autograd.profiler._is_profiler_enabled  # in any thread
         or torch._C._autograd._profiler_enabled()  # in this one, without the Python front
-        or not (_is_plain(q) and _is_plain(k) and _is_plain(v))
     )
 
 
-def attend(is_training: bool, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _only_a_default_device() -> bool:
+    """torch.set_default_device is a mode too; no factory function runs in a call that depends on it."""
+    return torch._C._len_torch_function_stack() == 1 and type(torch._C._get_function_stack_at(0)) is DeviceContext
+
+
+def _is_direct(floating: tuple[Tensor, ...], integers: Sequence[Tensor]) -> bool:
+    """Whether a trip through the dispatcher would change nothing for a call of these tensors. A subclass among the integers (what a
+    collective returned) is for the dispatcher to unwrap."""
+    # Dynamo first: it is not to trace the rest, nor the kernels.
+    if torch.compiler.is_dynamo_compiling() or not _FAST_EAGER or is_observed():
+        return False
+    return all(map(_is_plain, floating)) and all(type(x) is Tensor for x in integers)
+
+
+def attend(
+    is_training: bool, q: Tensor, k: Tensor, v: Tensor, geometry: packing.Subsets, plan: list[Tensor], *rest: Any
+) -> tuple[Tensor, Tensor, Tensor]:
     """The op ``attention`` if ``is_training``, else ``attention_forward``. In plain eager mode without the dispatcher, whose two
     trips with Python kernels take 20 us and more of a call's host time."""
-    if not _is_unobserved(q, k, v):
-        return (attention if is_training else attention_forward)(q, k, v, *rest)
+    if not _is_direct((q, k, v), (*geometry, *plan)):
+        return (attention if is_training else attention_forward)(q, k, v, *geometry, plan, *rest)
+    if not is_training:
+        return _forward(q, k, v, *geometry, plan, *rest)
     # What Function.apply does where functorch has no part in it.
-    return super(torch.autograd.Function, _Attention).apply(q, k, v, *rest) if is_training else _forward(q, k, v, *rest)
+    return super(torch.autograd.Function, _Attention).apply(q, k, v, *geometry, plan, *rest)
 
 
 class _Attention(torch.autograd.Function):
@@ -183,7 +206,7 @@ class _Attention(torch.autograd.Function):
         *rest: Any,
     ) -> tuple[Tensor, Tensor, Tensor]:
         geometry = (starts_q, lens_q, starts_kv, lens_kv)
-        forward: Any = _forward if _is_unobserved(q, k, v) else attention_forward
+        forward: Any = _forward if _is_direct((q, k, v), (*geometry, *single_launch_plan)) else attention_forward
         out, lse, max_logit = forward(q, k, v, *geometry, single_launch_plan, *rest)
         ctx.save_for_backward(q, k, v, out, lse, *geometry, *single_launch_plan)
         ctx.rest = rest
@@ -198,7 +221,7 @@ class _Attention(torch.autograd.Function):
         if grads[0] is None:
             return (None, None, None, *unused)
         # With create_graph the op: it refuses a second derivative.
-        direct = not torch.is_grad_enabled() and _is_unobserved(q, k, v) and _is_plain(grads[0])
+        direct = not torch.is_grad_enabled() and _is_direct((q, k, v, grads[0]), tensors)
         backward: Any = _backward if direct else attention_backward
         dq, dk, dv = backward(grads[0], q, k, v, out, lse, *tensors[:4], tensors[4:], *ctx.rest)
         return (dq, dk, dv, *unused)

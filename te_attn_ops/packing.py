@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 from typing import NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class Packing(NamedTuple):
     equal_lengths: bool
 
 
-def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
+def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor, like_name: str = "q") -> Tensor:
     """The static part of the check: what shapes, dtypes and devices tell, without a sync.
 
     Raises:
@@ -76,7 +77,7 @@ def check_cu_seqlens(name: str, cu_seqlens: object, like: Tensor) -> Tensor:
     if cu_seqlens.shape[0] == 0:
         raise ValueError(f"{name} must have num_sequences + 1 entries (at least the leading 0), got none")
     if cu_seqlens.device != like.device:
-        raise ValueError(f"{name} must be on {like.device}, as q is; got {cu_seqlens.device}")
+        raise ValueError(f"{name} must be on {like.device}, as {like_name} is; got {cu_seqlens.device}")
     return cu_seqlens
 
 
@@ -194,6 +195,18 @@ def derive_max_seqlen(name: str, cu_seqlens: Tensor) -> int:
 
 
 # ---------------------------------------------------------------------------------------------------------- eager validation
+def may_read_contents(cu_seqlens: Tensor) -> bool | None:
+    """Whether an eager call checks what only the contents tell: True where reading them is free (on the CPU) or asked for
+    (TE_ATTN_OPS_VALIDATE=1), False where it is not, None where they cannot be read now."""
+    if is_tracing() or type(cu_seqlens) is not Tensor or torch._C._len_torch_dispatch_stack():
+        return None
+    if cu_seqlens.device.type == "cpu":
+        return True
+    if os.environ.get("TE_ATTN_OPS_VALIDATE") != "1" or cu_seqlens.is_meta:
+        return False
+    return None if cu_seqlens.is_cuda and torch.cuda.is_current_stream_capturing() else True
+
+
 def validate_packed(
     cu_seqlens_q: Tensor,
     cu_seqlens_kv: Tensor | None = None,
@@ -229,15 +242,16 @@ def validate_packed(
         (None, None),
         (total_q, max_seqlen_q),
     )
-    sides = [("q", packing.cu_seqlens_q, packing.slots_q, total_q, max_seqlen_q)]
+    sides = [("q", "q", packing.cu_seqlens_q, packing.slots_q, total_q, max_seqlen_q)]
     if not same:
-        sides.append(("kv", packing.cu_seqlens_kv, packing.slots_kv, total_kv, max_seqlen_kv))
-    for side, plain, slots, total, max_seqlen in sides:
-        _check_side(side, plain, slots, total, f"max_seqlen_{side}", max_seqlen)
+        sides.append(("kv", "k and v", packing.cu_seqlens_kv, packing.slots_kv, total_kv, max_seqlen_kv))
+    for side, tensors, plain, slots, total, max_seqlen in sides:
+        _check_side(f"cu_seqlens_{side}", plain, slots, total, f"the {total} rows of {tensors}", f"max_seqlen_{side}", max_seqlen)
 
 
-def _check_side(side: str, plain: Tensor, slots: Tensor, total: int | None, bound_name: str, max_seqlen: int | None) -> None:
-    name = f"cu_seqlens_{side}"
+def _check_side(
+    name: str, plain: Tensor, slots: Tensor, total: int | None, total_text: str, bound_name: str, max_seqlen: int | None
+) -> None:
     values = _check_contents(name, plain)
     ends = values
     if slots is not plain:
@@ -247,7 +261,8 @@ def _check_side(side: str, plain: Tensor, slots: Tensor, total: int | None, boun
             if length > slot:
                 raise ValueError(f"{name}: sequence {n} has {length} tokens, but {name}_padded gives it a slot of {slot}")
     if total is not None and ends[-1] > total:
-        raise ValueError(f"{name}: the last entry is {ends[-1]}, beyond the {total} rows of {side}")
+        holder = name if slots is plain else f"{name}_padded"
+        raise ValueError(f"{holder}: the last entry is {ends[-1]}, beyond {total_text}")
     longest = max((b - a for a, b in zip(values, values[1:])), default=0)
     if max_seqlen is not None and longest > max_seqlen:
         raise ValueError(f"{bound_name}={max_seqlen} is below the longest sequence, which has {longest} tokens")
@@ -283,8 +298,31 @@ class PackedCapacity(NamedTuple):
     policy_index: Tensor | None
 
 
-def _types(values: object) -> str:
-    return ", ".join(sorted({type(value).__name__ for value in values})) if isinstance(values, (tuple, list)) else "?"
+torch.serialization.add_safe_globals([PackedCapacity])
+
+
+def _check_capacity_tensors(tensors: object) -> None:
+    if isinstance(tensors, Tensor):
+        raise TypeError("tensors must be a tuple of tensors over the packed rows, got one tensor: pass (tensor,)")
+    if not isinstance(tensors, (tuple, list)):
+        raise TypeError(f"tensors must be a tuple of tensors over the packed rows, got {type(tensors).__name__}")
+    if not all(isinstance(tensor, Tensor) for tensor in tensors):
+        types = ", ".join(sorted({type(tensor).__name__ for tensor in tensors}))
+        raise TypeError(f"tensors must be a tuple of tensors over the packed rows, got {type(tensors).__name__} of {types}")
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("tensors must have the packed rows as their first dimension, got one without dimensions")
+
+
+def _check_policy_index(policy_index: object, count: int) -> None:
+    if not isinstance(policy_index, Tensor):
+        hint = ": its pad_to(num_sequences) adds the empty sequences" if hasattr(policy_index, "pad_to") else ""
+        raise TypeError(f"policy_index must be a tensor [num_sequences], got {type(policy_index).__name__}{hint}")
+    if policy_index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"policy_index must be int32 or int64, got {policy_index.dtype}")
+    if policy_index.shape != (count,):
+        raise ValueError(
+            f"policy_index must have one entry for each of the {count} sequences, got shape {tuple(policy_index.shape)}"
+        )
 
 
 def pad_packed_batch(
@@ -309,17 +347,19 @@ def pad_packed_batch(
         num_tokens, num_sequences: the capacity.
         max_seqlen: the bound that was captured or compiled; a longer sequence is refused.
         cu_seqlens_padded: [N + 1], where the batch has gaps.
-        policy_index: [N] int32, a policy for each sequence in the caller's own counting; empty sequences get ``fill_policy``. For
+        policy_index: [N] int32 or int64, a policy for each sequence in the caller's own counting; empty sequences get ``fill_policy``. For
             prepared policies see :meth:`PreparedPolicies.pad_to`.
 
     Raises:
-        ValueError: more tokens or sequences than the capacity, or a sequence above max_seqlen.
+        TypeError: an argument of another kind.
+        ValueError: more tokens or sequences than the capacity, a sequence above max_seqlen, or wrong offsets.
     """
-    if isinstance(tensors, Tensor):
-        raise TypeError("tensors must be a tuple of tensors over the packed rows, got one tensor: pass (tensor,)")
-    if not isinstance(tensors, (tuple, list)) or not all(isinstance(tensor, Tensor) for tensor in tensors):
-        raise TypeError(f"tensors must be a tuple of tensors over the packed rows, got {type(tensors).__name__} of {_types(tensors)}")
-    packing = make_packing(cu_seqlens, cu_seqlens, None, cu_seqlens_padded, None)
+    _check_capacity_tensors(tensors)
+    check_cu_seqlens("cu_seqlens", cu_seqlens, cu_seqlens)
+    slots = cu_seqlens
+    if cu_seqlens_padded is not None:
+        slots = check_cu_seqlens("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens, "cu_seqlens")
+        _require_same_length("cu_seqlens_padded", slots, "cu_seqlens", cu_seqlens)
     num_tokens, num_sequences = check_int("num_tokens", num_tokens), check_int("num_sequences", num_sequences)
     fill_policy = check_int("fill_policy", fill_policy)
     rows, count = (tensors[0].shape[0] if tensors else num_tokens), cu_seqlens.shape[0] - 1
@@ -328,9 +368,12 @@ def pad_packed_batch(
     if rows > num_tokens:
         raise ValueError(f"num_tokens={num_tokens} is below the batch's {rows} rows")
     bound = None if max_seqlen is None else check_max_seqlen("max_seqlen", max_seqlen)
+    if policy_index is not None:
+        _check_policy_index(policy_index, count)
     if is_tracing():
         raise RuntimeError("pad_packed_batch reads tensors on the host: call it outside the compiled function")
-    _check_side("q", packing.cu_seqlens_q, packing.slots_q, rows, "max_seqlen", bound)
+    rows_text = f"the {rows} rows of tensors" if tensors else f"num_tokens={num_tokens}"
+    _check_side("cu_seqlens", cu_seqlens, slots, rows, rows_text, "max_seqlen", bound)
     padded = []
     for tensor in tensors:
         if tensor.shape[0] != rows:
@@ -342,8 +385,5 @@ def pad_packed_batch(
 
     index = policy_index
     if index is not None:
-        if index.shape != (count,):
-            raise ValueError(f"policy_index must have one entry for each of the {count} sequences, got shape {tuple(index.shape)}")
         index = torch.cat([index, index.new_full((num_sequences - count,), fill_policy)])
-    slots = extend(packing.slots_q) if packing.has_gaps else None
-    return PackedCapacity(tuple(padded), extend(cu_seqlens), slots, index)
+    return PackedCapacity(tuple(padded), extend(cu_seqlens), None if slots is cu_seqlens else extend(slots), index)

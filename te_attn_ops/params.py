@@ -42,10 +42,12 @@ class AttentionParams:
         has_gaps: cu_seqlens_*_padded were given.
         is_training: a backward pass will follow.
         deterministic: the backward must be bitwise reproducible.
+        deterministic_algorithms: beside it, torch.use_deterministic_algorithms(True, warn_only=False) is on.
         return_max_logit: the maximum of the scaled scores per head is wanted.
         static_membership: the partition of the sequences into policies will not change under a captured graph.
         single_launch_plan: a plan of a single-launch backend is at hand for this call.
         wide_offsets: a tensor of the call has 2^31 elements or more.
+        contiguous: each policy's sequences are one run of neighbours. Told only where that may make a difference.
         device_index: of the CUDA device, or -1.
     """
 
@@ -63,10 +65,12 @@ class AttentionParams:
     has_gaps: bool = False
     is_training: bool = True
     deterministic: bool = False
+    deterministic_algorithms: bool = False
     return_max_logit: bool = False
     static_membership: bool = True
     single_launch_plan: bool = False
     wide_offsets: bool = False
+    contiguous: bool = False
     device_index: int = -1
 
     def __post_init__(self) -> None:
@@ -93,7 +97,9 @@ class AttentionParams:
                 raise ValueError(f"{name} must be an int >= 0, got {value!r}")
         if not isinstance(self.bands, tuple) or not self.bands or not all(isinstance(band, Band) for band in self.bands):
             raise TypeError(f"bands must be a non-empty tuple of Band, got {self.bands!r}")
-        for name in ("equal_lengths", "has_gaps", "is_training", "deterministic", "return_max_logit", "static_membership"):
+        for name in ("equal_lengths", "has_gaps", "is_training", "deterministic", "return_max_logit"):
+            check_bool(name, getattr(self, name))
+        for name in ("deterministic_algorithms", "static_membership", "single_launch_plan", "wide_offsets", "contiguous"):
             check_bool(name, getattr(self, name))
 
     def replace(self, **changes: object) -> AttentionParams:
@@ -106,4 +112,7 @@ class AttentionParams:
     @property
     def padded_width(self) -> int:
         """The common width that padding would give: the larger one, rounded up to a multiple of 8."""
-        return round_up(max(self.head_dim_qk, self.head_dim_v), 8)
+        return self.padded_to_multiple_of(8)
+
+    def padded_to_multiple_of(self, unit: int) -> int:
+        return round_up(max(self.head_dim_qk, self.head_dim_v), unit)

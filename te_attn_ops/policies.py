@@ -48,6 +48,20 @@ class PlanSpec:
     training: bool
     bands: tuple[Band, ...] = ()
 
+    def __post_init__(self) -> None:
+        """
+        Raises:
+            TypeError, ValueError: naming the field.
+        """
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"dtype must be a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
+        for name in ("num_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"):
+            if check_int(name, getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.num_heads % self.num_gqa_groups:
+            raise ValueError(f"num_heads must be a multiple of num_gqa_groups, got {self.num_heads} and {self.num_gqa_groups}")
+        check_bool("training", self.training)
+
 
 @dataclass(frozen=True)
 class SingleLaunchPlan:
@@ -85,12 +99,20 @@ class PreparedPolicies:
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PreparedPolicies:
         """The same policies on another device, as a data loader's worker hands them on. Single-launch plans are left behind: they
         are made on the device that they are for."""
+        if isinstance(device, (torch.dtype, Tensor)):
+            raise TypeError(f"device must be a device, got {type(device).__name__}: policies have no floating dtype")
         index = self.policy_index.to(device, non_blocking=non_blocking)
         return dataclasses.replace(self, policy_index=index, plans=self.plans if index is self.policy_index else [])
 
     def pin_memory(self) -> PreparedPolicies:
         """The same policies in pinned memory, as ``DataLoader(pin_memory=True)`` asks for them."""
         return dataclasses.replace(self, policy_index=self.policy_index.pin_memory())
+
+    def record_stream(self, stream: torch.cuda.Stream) -> None:
+        """Tells the allocator that a stream other than the one they were made on uses the tensors: ``Tensor.record_stream`` of each."""
+        for tensor in (self.policy_index, *[tensor for plan in self.plans for tensor in plan.tensors]):
+            if tensor.is_cuda:
+                tensor.record_stream(stream)
 
     def pad_to(self, num_sequences: int, fill_policy: int = 0) -> PreparedPolicies:
         """The same policies for a batch with empty sequences added at its end, as :func:`te_attn_ops.pad_packed_batch` adds them; they go
@@ -170,8 +192,8 @@ def prepare_thd_policies(
             are two tensors; checked here.
         validate: also check the contents of cu_seqlens (:func:`validate_packed`).
         attention: makes the mask plan of the single-launch backend too, where that takes the attention: a :class:`PlanSpec`, a
-            module with a ``plan_spec()`` method (ours have one), or a list of these. Without it, or where the backend refuses,
-            calls use another dispatch and ``explain`` says so.
+            module with a ``plan_spec()`` method (ours have one), or a list (a ModuleList) of these. Without it, or where the
+            backend refuses, calls use another dispatch and ``explain`` says so.
         bottom_right_diagonal: for policies that name none, before the calls' own default.
         total_q, total_kv: rows of q and of k/v, checked with ``validate`` and for the plan; default the end of the last slot.
         max_seqlen_q, max_seqlen_kv: bounds in tokens, checked with ``validate`` and for the plan and its later refreshes; default
@@ -263,9 +285,10 @@ def _check_mask(policy: Mapping[str, Any], where: str, default_bottom_right: boo
 
 def _check_ids(ids: object, name: str, device: torch.device) -> Tensor:
     if not isinstance(ids, Tensor):
-        raise TypeError(f"{name} must be a 1-D int32 or int64 tensor, got {type(ids).__name__}")
+        raise TypeError(f"{name} must be a 1-D int32 or int64 tensor, got {type(ids).__name__}; torch.as_tensor(ids) makes one")
     if ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}")
+        remedy = ".nonzero().flatten() of a mask gives them" if ids.dtype == torch.bool else "pass dtype=torch.int64, also for an empty one"
+        raise TypeError(f"{name} must be int32 or int64, got {ids.dtype}; {remedy}")
     if ids.dim() != 1:
         raise ValueError(f"{name} must be one-dimensional, got shape {tuple(ids.shape)}")
     if ids.device != device:
@@ -347,10 +370,13 @@ class _PlanGeometry:
 
 def _specs(attention: Any) -> list[PlanSpec]:
     specs = []
-    for item in attention if isinstance(attention, (list, tuple)) else [attention]:
+    for item in attention if isinstance(attention, (list, tuple, torch.nn.ModuleList)) else [attention]:
         spec = item if isinstance(item, PlanSpec) else getattr(item, "plan_spec", None)
         if spec is None:
-            raise TypeError(f"attention must be a PlanSpec or a module with a plan_spec() method, got {type(item).__name__}")
+            raise TypeError(
+                f"attention must be a PlanSpec, a module with a plan_spec() method (an attention or a layer of this package), or a list "
+                f"of these; got {type(item).__name__}"
+            )
         specs.append(spec if isinstance(spec, PlanSpec) else spec())
     return list(dict.fromkeys(specs))
 
@@ -460,8 +486,8 @@ def refresh_thd_policies(
             fresh = prepare(validate=False)
     if fresh.policies != prepared.policies:
         raise ValueError(
-            f"{ARGUMENT} must hold the masks that were prepared, {prepared.policies}; got {fresh.policies}. Where a policy may have no "
-            "sequence in some batch, prepare all with keep_empty=True"
+            f"{ARGUMENT} must hold the masks that were prepared, in the same words and order: {_first_difference(prepared, fresh)}. Where "
+            "a policy may have no sequence in some batch, prepare all with keep_empty=True"
         )
     if fresh.policy_index.shape != prepared.policy_index.shape:
         raise ValueError(
@@ -483,6 +509,13 @@ def refresh_thd_policies(
     if prepared.plans:
         _refresh_plans(prepared, pack, fresh.policy_index, total_q, total_kv)
     prepared.policy_index.copy_(fresh.policy_index)
+
+
+def _first_difference(prepared: PreparedPolicies, fresh: PreparedPolicies) -> str:
+    for p, (before, after) in enumerate(zip(prepared.policies, fresh.policies)):
+        if before != after:
+            return f"policy {p} was {before}, now it is {after}"
+    return f"there were {prepared.num_policies} policies, now there are {fresh.num_policies}"
 
 
 def _refresh_plans(

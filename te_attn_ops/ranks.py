@@ -102,16 +102,16 @@ _COPYING = {False: (1.0, 0.06), True: (1.0, 0.15)}
 _GROUPED = {False: (1.27, 0.10), True: (1.18, 0.07)}
 
 
-def dispatch_factor(backend: str, dispatch: str, is_training: bool, num_policies: int) -> float:
+def dispatch_factor(backend: str, dispatch: str, is_training: bool, num_policies: int, contiguous: bool = False) -> float:
     """What a dispatch costs in proportion, for ``num_policies`` of them. flash2 and torch_flash have no way to address a subset but
     through buffers of its own, and each further policy passes over all rows again: from five policies on they train faster
-    grouped."""
+    grouped. A run of neighbours (``contiguous``) they address as it is."""
     if num_policies == 1:
         return 1.0
     if dispatch == "grouped":
         table = _GROUPED
     else:
-        table = _COPYING if backend in ("flash2", "torch_flash") else _IN_PLACE
+        table = _COPYING if backend in ("flash2", "torch_flash") and not contiguous else _IN_PLACE
     base, each = table[is_training]
     return base + each * (num_policies - 1)
 

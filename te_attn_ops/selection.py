@@ -107,26 +107,36 @@ def _refusals(name: str, p: AttentionParams, request: Request) -> tuple[str, ...
     return tuple(backend.refusals(p))
 
 
-def _probe_widths(request: Request) -> list[int]:
-    """0 for native, and the padded width where padding would change anything."""
+def _probe_widths(request: Request) -> dict[int, tuple[str, ...]]:
+    """The backends to ask at each width: 0 for native, the common padded width where padding would change anything, and for a
+    backend whose kernels want wider steps the next of those."""
     p = request.params
-    widths = [] if request.pad_head_dim is True else [0]
-    if request.pad_head_dim is not False and p.padded_width != min(p.head_dim_qk, p.head_dim_v):
-        widths.append(p.padded_width)
-    return widths or [0]
+    names = BACKEND_NAMES if request.backend is None else (request.backend,)
+    changes = p.padded_width != min(p.head_dim_qk, p.head_dim_v)
+    # Where the widths are one already, there is nothing that pad_head_dim=True could ask for.
+    widths = {} if request.pad_head_dim is True and changes else {0: names}
+    if request.pad_head_dim is False:
+        return widths
+    if changes:
+        widths[p.padded_width] = names
+    for name in names:
+        width = p.padded_to_multiple_of(get_backend(name).width_multiple)
+        if width != p.padded_width and get_backend(name).version() is not None:
+            widths[width] = (*widths.get(width, ()), name)
+    return widths
 
 
 def probe(request: Request) -> tuple[Candidate, ...]:
     """Asks every backend, native and padded. Pure but for what the backends' libraries do."""
-    return tuple(c for width in _probe_widths(request) for c in _probe_width(request, width))
+    return tuple(c for width, names in _probe_widths(request).items() for c in _probe_width(request, width, names))
 
 
-def _probe_width(request: Request, width: int) -> Iterator[Candidate]:
+def _probe_width(request: Request, width: int, names: tuple[str, ...]) -> Iterator[Candidate]:
     native = request.params
     p = native.padded_to(width) if width else native
     widths = (native.head_dim_qk, native.head_dim_v)
     dispatches, num_policies = _dispatches(request), len(p.bands)
-    for name in BACKEND_NAMES if request.backend is None else (request.backend,):
+    for name in names:
         if get_backend(name).single_launch:
             if "single_launch" in dispatches:
                 reasons = _refusals(name, p, request)
@@ -137,7 +147,7 @@ def _probe_width(request: Request, width: int) -> Iterator[Candidate]:
         for dispatch in dispatches:
             if dispatch == "single_launch" or (dispatch == "grouped" and len(dispatches) > 1 and get_backend(name).in_place):
                 continue
-            factor = ranks.dispatch_factor(name, dispatch, p.is_training, num_policies)
+            factor = ranks.dispatch_factor(name, dispatch, p.is_training, num_policies, p.contiguous)
             for index, policies in _distinct_bands(p.bands).items():
                 reasons = _refusals(name, _in_place_params(p, p.bands[index], dispatch), request)
                 cost = ranks.static_cost(name, p, bool(width), widths) * factor
@@ -389,12 +399,13 @@ def select_numbers(
     )  # fmt: skip
     if is_recording():
         _RECORDER.add(_request(*key))
-    numbers = _fast.get(key)
+    # With the generation, so that an answer found before an invalidate() of another thread is not kept beyond it.
+    numbers = _fast.get((key, generation))
     if numbers is None:
         numbers = select(_request(*key)).numbers
         if len(_fast) >= _MEMO_CAPACITY:
             _fast.clear()
-        _fast[key] = numbers
+        _fast[key, generation] = numbers
     return numbers
 
 
@@ -427,10 +438,12 @@ def _request(
         has_gaps=has_gaps,
         is_training=bool(flags & plans.TRAINING),
         deterministic=bool(flags & plans.DETERMINISTIC),
+        deterministic_algorithms=bool(flags & plans.DETERMINISTIC_ALGORITHMS),
         return_max_logit=bool(flags & plans.MAX_LOGIT),
         static_membership=static_membership,
         single_launch_plan=single_launch_plan,
         wide_offsets=bool(flags & plans.WIDE_OFFSETS),
+        contiguous=bool(flags & plans.CONTIGUOUS),
         device_index=_index(device) if device.type == "cuda" else -1,
     )
     return Request(params, *overrides)

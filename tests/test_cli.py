@@ -82,6 +82,19 @@ def test_defaults(capsys: pytest.CaptureFixture[str]) -> None:
     assert (p["device_type"], p["dtype"]) == ("cpu", "bfloat16")
 
 
+@pytest.mark.parametrize(("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("fp32", "float32"), ("fp64", "float64")])
+def test_short_names_of_dtypes(capsys: pytest.CaptureFixture[str], short: str, name: str) -> None:
+    _, found = run_json(capsys, "explain", "--device", "cpu", "--dtype", short)
+    assert found["params"]["dtype"] == name
+
+
+def test_a_backend_that_cannot_run_is_told_what_can(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    install(monkeypatch, Stub("unfused"))
+    code, out = run(capsys, *EXPLAIN, "--backend", "flash4")
+    assert code == 1
+    assert "instead: unfused (can run it): leave backend open" in out and "faster" not in out
+
+
 def test_unequal_lengths_keep_the_alignment(capsys: pytest.CaptureFixture[str]) -> None:
     _, found = run_json(capsys, "explain", "--device", "cpu", "--unequal-lengths")
     assert found["params"]["bands"] == [{"left": None, "right": 0, "bottom_right": False}]
@@ -115,8 +128,9 @@ def test_what_a_mask_means_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         (["--num-heads", "5", "--num-gqa-groups", "2"], "--num-heads must be a multiple of --num-gqa-groups, got 5 and 2"),
-        (["--head-dim-qk", "0"], "must be at least 1, got 0"),
-        (["--head-dim-qk", "wide"], "--head-dim-qk"),
+        (["--head-dim-qk", "0"], "argument --head-dim-qk: must be a positive integer, got 0"),
+        (["--head-dim-qk", "wide"], "argument --head-dim-qk: must be a positive integer, got wide"),
+        (["--max-seqlen-q", "1.5"], "argument --max-seqlen-q: must be a positive integer, got 1.5"),
         (["--window-size", "-1", "5"], "window_size=(-1, 5)"),
         (["--window-size", "-2", "0"], "-1 (unbounded) or a number of tokens"),
         (["--attn-mask-type", "causal"], "invalid choice: 'causal'"),

@@ -17,6 +17,7 @@ from te_attn_ops.backends import BACKEND_NAMES
 from te_attn_ops.masks import Band
 from te_attn_ops.modules.dot_product_attention import DotProductAttention
 from te_attn_ops.params import seqlen_bucket
+from te_attn_ops.testing import CAUSAL, FULL, PackedCase, build
 from tests.stubs import Stub, fresh_choices, install, refuse_all, refuse_native, refuse_padded  # noqa: F401
 
 
@@ -172,7 +173,7 @@ def test_text_shows_both_probes_side_by_side(monkeypatch: pytest.MonkeyPatch) ->
     q, k, v, cu = tensors()
     lines = str(explain(q, k, v, cu, max_seqlen_q=5)).splitlines()
     assert lines[0] == (
-        "head_dim 24/16, float32, 2 heads, max_seqlen 128, causal bottom_right, inference, cpu: "
+        "head_dim 24/16, float32, 2 heads, max_seqlen 128, causal, inference, cpu: "
         "flash4, native widths, padded dispatch (static rank)"
     )
     assert lines[2].split("  ")[0] == "backend" and "native 24/16" in lines[2] and "padded to 24" in lines[2]
@@ -203,7 +204,7 @@ def test_policies_with_backends_of_their_own(monkeypatch: pytest.MonkeyPatch) ->
     assert (found.winner["backend"], found.winner["backends"]) == ("flash4/flash2", ["flash4", "flash2"])
     assert [c.backend for c in found.winners] == ["flash4", "flash2"]
     text = str(found)
-    assert "1: window (2, 1) bottom_right" in text and "takes no window" in text and text.count("<- chosen") == 2
+    assert "1: window (2, 1) " in text and "bottom_right" not in text and "takes no window" in text and text.count("<- chosen") == 2
     policies = {tuple(c["policies"]) for c in found.to_dict()["candidates"] if c["dispatch"] == "padded"}
     assert policies == {(0,), (1,)}
 
@@ -237,7 +238,8 @@ def test_no_backend_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     found = explain(q, k, v, cu, max_seqlen_q=5, pad_head_dim=False)
     assert (found.winner, found.winners, found.to_dict()["winner"]) == (None, (), None)
     assert "no backend can run this call" in str(found) and "needs equal head dims" in str(found)
-    assert any("leave backend and pad_head_dim open" in line for line in found.advice)
+    assert found.advice == ("flash2 padded to 24 (can run it): leave pad_head_dim open",)
+    assert "instead: flash2 padded to 24" in str(found) and "faster:" not in str(found)
 
 
 # -------------------------------------------------------------------------------------------------- environment and advice
@@ -268,8 +270,33 @@ def test_an_override_that_costs_speed_is_named(monkeypatch: pytest.MonkeyPatch) 
     found = explain(AttentionParams(), backend="flash2")
     assert found.winner is not None and found.winner["backend"] == "flash2"
     (line,) = found.advice
-    assert line.startswith("flash4 (expected ") and line.endswith("leave backend and pad_head_dim open")
+    assert line.startswith("flash4 (expected ") and line.endswith(" as fast): leave backend open")
     assert explain(AttentionParams(), backend="flash4").advice == ()
+
+
+def test_what_stands_in_the_way_is_named_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever follows the advice gets what it promises."""
+    install(monkeypatch, Stub("flash4"), Stub("flash2", refuse_native), Stub("unfused"))
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "0")
+    widths = AttentionParams(head_dim_qk=192, head_dim_v=128)
+    (line,) = explain(widths, backend="unfused", pad_head_dim=True).advice
+    assert line == "flash4 (a fused kernel): leave backend and pad_head_dim open, unset NVTE_FLASH_ATTN"
+    (line,) = explain(widths, backend="unfused", pad_head_dim=False).advice
+    assert line == "flash4 (a fused kernel): leave backend open, unset NVTE_FLASH_ATTN"
+    assert explain(widths, backend="flash4").advice == (), "a named backend ignores the switches"
+    monkeypatch.delenv("NVTE_FLASH_ATTN")
+    (line,) = explain(widths, backend="unfused", pad_head_dim=False).advice
+    assert line == "flash4 (a fused kernel): leave backend open"
+    winner = explain(widths, pad_head_dim=False).winner
+    assert winner is not None and winner["backend"] == "flash4"
+
+
+def test_a_named_backend_that_cannot_run_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Stub("unfused"))
+    on_cpu = explain(AttentionParams(device_type="cpu", sm=0), backend="flash4")
+    assert on_cpu.winner is None and on_cpu.footnotes()[-1] == "instead: unfused (can run it): leave backend open"
+    on_gpu = explain(AttentionParams(), backend="flash4")
+    assert [line.split(":")[0] for line in on_gpu.advice] == ["flash4 is not installed (may run it)", "unfused (can run it)"]
 
 
 @pytest.mark.filterwarnings("ignore:attention runs unfused on a GPU")
@@ -348,6 +375,16 @@ def test_bands_in_a_headline() -> None:
     assert "causal bottom_right + window (3, 4) top_left" in line and "has_gaps, unequal lengths" in line
 
 
+def test_no_alignment_is_named_where_both_are_the_same() -> None:
+    """padding_causal is top-left, and params spell it bottom-right."""
+    q, k, v, cu = tensors()
+    for mask_type in ("padding_causal", "padding_causal_bottom_right"):
+        line = explain(q, k, v, cu, max_seqlen_q=5, attn_mask_type=mask_type).headline()
+        assert ", causal, " in line and "top_left" not in line and "bottom_right" not in line
+    line = explain(q, k, v, cu, cu.clone(), max_seqlen_q=5, max_seqlen_kv=5).headline()
+    assert ", causal top_left, " in line
+
+
 # -------------------------------------------------------------------------------------------------------------------- logging
 def test_one_info_line_per_new_choice(caplog: pytest.LogCaptureFixture) -> None:
     q, k, v, cu = tensors()
@@ -386,3 +423,22 @@ def test_wrong_params_are_named(fields: dict[str, object], error: type[Exception
         AttentionParams(**fields)
     with pytest.raises(TypeError, match="pad_head_dim must be a bool or None, got str 'x'"):
         explain(AttentionParams(device_type="cpu"), pad_head_dim="x")
+
+
+@pytest.mark.parametrize(
+    ("owner", "expected"),
+    [
+        ((0, 0, 1), "each policy's sequences on flash2: one run of neighbours"),
+        ((0, 1, 0), "each policy's sequences on flash2: entries that attend to nothing for the rows between, then copies"),
+    ],
+)
+def test_how_cu_seqlens_tell_a_policys_sequences(monkeypatch: pytest.MonkeyPatch, owner: tuple[int, ...], expected: str) -> None:
+    copying = Stub("flash2")
+    copying.in_place = False
+    install(monkeypatch, copying)
+    inputs = build(PackedCase((3, 4, 5), masks=(CAUSAL, FULL), owner=owner))
+    found = explain(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    assert expected in str(found)
+    assert found.params.contiguous is (owner == (0, 0, 1)) is ("contiguous" in found.headline())
+    copying.in_place = True
+    assert "each policy's sequences" not in str(explain(inputs.q, inputs.k, inputs.v, **inputs.arguments()))

@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from te_attn_ops import environment
 from te_attn_ops.backends import _fa2, flash2, flash3, torch_flash
 from te_attn_ops.backends.base import Backend, BackwardCall, Call, ForwardCall
 from te_attn_ops.masks import Band, visible_interval
@@ -826,7 +827,8 @@ def test_torch_flash_is_deterministic_by_the_global_flag_only(
     batch = CASES["plain causal"]()
     try:
         torch.use_deterministic_algorithms(mode, warn_only=warn_only)
-        assert bool(_reasons(torch_flash.TorchFlash(), deterministic=True)) is refused
+        params = {"deterministic": True, "deterministic_algorithms": environment.deterministic_algorithms()}
+        assert bool(_reasons(torch_flash.TorchFlash(), **params)) is refused
         assert _reasons(torch_flash.TorchFlash(), deterministic=True, is_training=False) == []
         if refused:
             with pytest.raises(RuntimeError, match="use_deterministic_algorithms"):

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import te_attn_ops
-from te_attn_ops import AttentionParams, NoBackendError, explain, measure, selection, thd_attention
+from te_attn_ops import AttentionParams, NoBackendError, explain, invalidate, measure, selection, thd_attention
 from te_attn_ops.backends.base import ForwardCall
 from te_attn_ops.masks import Band
 from te_attn_ops.selection import Candidate, Option, Request
@@ -609,8 +609,19 @@ def store(monkeypatch: pytest.MonkeyPatch) -> torch.distributed.Store:
 
 def other_rank() -> None:
     """This process as another rank: it shares the store and nothing else."""
+    forgotten = measure._CACHE.forgotten
     measure.forget_measurements()
+    measure._CACHE.forgotten = forgotten
     forget_choices()
+
+
+@pytest.mark.usefixtures("store")
+def test_forgotten_measurements_are_decided_anew(two: Clock) -> None:
+    assert choose().backends == ("flash2",)
+    two.times = {("flash4", 0): 1.0, ("flash4", 16): 1.0, ("flash2", 0): 9.0, ("flash2", 16): 9.0}
+    measure.forget_measurements()
+    invalidate()
+    assert choose().backends == ("flash4",)
 
 
 @pytest.mark.usefixtures("store")

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import itertools
+import math
+import os
+import subprocess
+import sys
 from typing import Any
 
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from te_attn_ops import ops, plan as plans, testing, thd_attention
+from te_attn_ops import execution, ops, plan as plans, testing, thd_attention
+from te_attn_ops.backends.unfused import Unfused
 from te_attn_ops.masks import Band
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, OpSample, PackedCase, build, op_samples
 
@@ -99,6 +105,125 @@ def test_plain_eager_calls_do_without_the_dispatcher_and_give_the_same(dispatch:
         assert torch.equal(getattr(plain, name), getattr(dispatched, name)), name
     with torch.no_grad():
         assert torch.equal(inputs.attend(thd_attention_policy_dispatch=dispatch), dispatched.out)
+
+
+def dispatched_names(inputs: testing.PackedInputs, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[list[str], Any]:
+    """The ops that a call without gradients sends through the dispatcher, and its result."""
+    names: list[str] = []
+    real = ops.attention_forward
+    monkeypatch.setattr(ops, "attention_forward", lambda *args: names.append("attention_forward") or real(*args))
+    with torch.no_grad():
+        return names, inputs.attend(**changes)
+
+
+def test_offsets_of_a_subclass_are_unwrapped_before_a_kernel_sees_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a collective returns is a subclass without storage. Its int32 offsets would go to the kernel as they are."""
+    inputs = build(PackedCase((5, 9, 3)))
+    with torch.no_grad():
+        want = inputs.attend()
+    seen: list[type] = []
+    real = execution.forward
+    monkeypatch.setattr(execution, "forward", lambda batch, plan: seen.append(type(batch.subsets.starts_q)) or real(batch, plan))
+    cu = inputs.cu_seqlens_q.to(torch.int32)
+    names, out = dispatched_names(inputs, monkeypatch, cu_seqlens_q=TwoTensor(cu, cu.clone()), cu_seqlens_kv=None)
+    assert names == ["attention_forward"] and set(seen) == {torch.Tensor}
+    assert torch.equal(out.a, want) and torch.equal(out.b, want)
+
+
+def test_a_default_device_keeps_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = build(PackedCase((5, 9, 3)))
+    with torch.device("cpu"):
+        assert dispatched_names(inputs, monkeypatch)[0] == []
+        with torch.device("cpu"), torch.overrides.BaseTorchFunctionMode():
+            assert dispatched_names(inputs, monkeypatch)[0] == ["attention_forward"]
+
+
+@pytest.mark.parametrize("view", [torch._neg_view, torch._to_functional_tensor], ids=["negative", "functional"])
+def test_views_that_the_dispatcher_resolves(view: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = build(PackedCase((5, 9, 3)))
+    names: list[str] = []
+    real = ops.attention_forward
+    monkeypatch.setattr(ops, "attention_forward", lambda *args: names.append("attention_forward") or real(*args))
+    with torch.no_grad():
+        inputs.attend(lambda q, k, v, **options: thd_attention(view(q), k, v, **options))
+    assert names == ["attention_forward"]
+
+
+def test_the_dispatcher_can_be_asked_for() -> None:
+    script = """
+import torch
+from te_attn_ops import ops
+from te_attn_ops.testing import PackedCase, build
+names, real = [], ops.attention_forward
+ops.attention_forward = lambda *args: names.append("forward") or real(*args)
+build(PackedCase((5, 9))).run()
+print(names)
+"""
+    for value, expected in (("1", "['forward']"), ("0", "[]")):
+        environment = {**os.environ, "TE_ATTN_OPS_DISPATCHER": value}
+        done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=120)
+        assert done.stdout.strip() == expected, done.stderr
+
+
+@pytest.mark.parametrize("mode", ["fake", "real"])
+def test_a_trace_neither_takes_nor_leaves_a_remembered_routing(mode: str) -> None:
+    """The routing of prepared policies is computed in the graph, from its own cu_seqlens, and a later call from real tensors."""
+    case = PackedCase((5, 9, 3), masks=(CAUSAL, FULL), owner=(0, 1, 0))
+    inputs, other = build(case), build(case.replace(lengths_q=(9, 5, 3)))
+
+    def call(q: torch.Tensor, cu_seqlens_q: torch.Tensor) -> Any:
+        with torch.no_grad():
+            options = inputs.arguments(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=None)
+            return thd_attention(q, inputs.k, inputs.v, **options)
+
+    want = call(inputs.q, inputs.cu_seqlens_q)
+    graph = make_fx(call, tracing_mode=mode, _allow_non_fake_inputs=True)(inputs.q, inputs.cu_seqlens_q)
+    assert "policy_subsets" in str(graph.graph)
+    assert torch.equal(call(inputs.q, inputs.cu_seqlens_q), want)
+    if mode == "real":
+        assert torch.equal(graph(inputs.q, other.cu_seqlens_q), call(inputs.q, other.cu_seqlens_q))
+
+
+def test_torchscript_is_refused() -> None:
+    inputs = build(PackedCase((5, 9, 3)))
+    with pytest.raises(NotImplementedError, match=r"cannot be traced by torch\.jit\.trace: use torch\.compile or torch\.export"):
+        torch.jit.trace(lambda q: inputs.attend(lambda q_, k, v, **options: thd_attention(q, k, v, **options)), (inputs.q.detach(),))
+
+
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_kernels_get_no_bound_far_beyond_the_rows(dispatch: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: set[tuple[int, int]] = set()
+    for name in ("forward", "backward"):
+        real = getattr(Unfused, name)
+
+        def note(self: Any, call: Any, real: Any = real) -> None:
+            seen.add((call.max_seqlen_q, call.max_seqlen_kv))
+            real(self, call)
+
+        monkeypatch.setattr(Unfused, name, note)
+    inputs = build(PackedCase((5, 9, 3), (400, 1, 2), masks=(CAUSAL, FULL), owner=(0, 1, 0)))
+    loose = inputs.run(max_seqlen_q=1 << 24, max_seqlen_kv=1 << 24, thd_attention_policy_dispatch=dispatch)
+    assert seen == {(128, 512)}
+    testing.assert_matches(loose, testing.reference(inputs), inputs)
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_grouped_brings_no_sequence_beside_another(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands behind the last compact sequence, where a kernel that loads whole tiles reads on, is that sequence's own."""
+    case = PackedCase((9, 14, 6), gaps_q=(2, 1, 1), gaps_kv=(2, 1, 1), tail=4, masks=(CAUSAL, FULL), owner=(0, 1, 0))
+    inputs, tails = build(case), []
+    with torch.no_grad():
+        getattr(inputs, name)[0] = math.nan
+    real = Unfused.forward
+
+    def look(self: Any, call: Any) -> None:
+        tails.append(getattr(call, name)[int(call.starts_kv[-1]) :])
+        real(self, call)
+
+    monkeypatch.setattr(Unfused, "forward", look)
+    with torch.no_grad():
+        inputs.attend(thd_attention_policy_dispatch="grouped")
+    assert all(tail.isfinite().all() for tail in tails) and tails[-1].shape[0] == 8
 
 
 def test_a_profiler_sees_the_ops() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 
 import pytest
 import torch
 
-from te_attn_ops import ops, pad_packed_batch, testing, thd_attention, validate_packed
+from te_attn_ops import PackedCapacity, PreparedPolicies, ops, pad_packed_batch, testing, thd_attention, validate_packed
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, PackedCase, build
 
 
@@ -173,10 +174,10 @@ def test_validate_accepts(arguments: dict[str, object]) -> None:
         ({"cu_seqlens_q": cu(0, 3), "cu_seqlens_q_padded": cu(-1, 5)}, "cu_seqlens_q_padded must start with 0, got -1"),
         (
             {"cu_seqlens_q": cu(0, 3), "cu_seqlens_q_padded": cu(0, 5), "total_q": 4},
-            "cu_seqlens_q: the last entry is 5, beyond the 4 rows of q",
+            "cu_seqlens_q_padded: the last entry is 5, beyond the 4 rows of q",
         ),
         ({"cu_seqlens_q": cu(0, 3), "cu_seqlens_kv": cu(0, -1)}, "cu_seqlens_kv must not descend: entry 1 is -1 after 0"),
-        ({"cu_seqlens_q": cu(0, 3), "cu_seqlens_kv": cu(0, 7), "total_kv": 6}, "the last entry is 7, beyond the 6 rows of kv"),
+        ({"cu_seqlens_q": cu(0, 3), "cu_seqlens_kv": cu(0, 7), "total_kv": 6}, "the last entry is 7, beyond the 6 rows of k and v"),
         ({"cu_seqlens_q": cu(0, 3), "cu_seqlens_kv": cu(0, 7), "max_seqlen_kv": 6}, "max_seqlen_kv=6 is below the longest"),
         (
             {"cu_seqlens_q": cu(0, 3), "cu_seqlens_q_padded": cu(0, 3), "cu_seqlens_kv_padded": cu(0, 2)},
@@ -213,14 +214,50 @@ def test_pad_packed_batch_keeps_gaps() -> None:
         ({"num_sequences": 2}, "num_sequences=2 is below the batch's 3 sequences"),
         ({"num_tokens": 8}, "num_tokens=8 is below the batch's 9 rows"),
         ({"max_seqlen": 3}, "max_seqlen=3 is below the longest sequence, which has 4 tokens"),
-        ({"cu_seqlens": cu(0, 5, 3, 9)}, "cu_seqlens_q must not descend"),
+        ({"cu_seqlens": cu(0, 5, 3, 9)}, "cu_seqlens must not descend"),
+        ({"cu_seqlens": cu(0, 5, 10)}, "cu_seqlens: the last entry is 10, beyond the 9 rows of tensors"),
+        ({"cu_seqlens": cu(0, 5, 13), "tensors": ()}, "cu_seqlens: the last entry is 13, beyond num_tokens=12"),
+        ({"cu_seqlens_padded": cu(0, 4, 6, 10)}, "cu_seqlens_padded: the last entry is 10, beyond the 9 rows of tensors"),
+        ({"cu_seqlens_padded": cu(0, 2, 5, 9)}, "cu_seqlens: sequence 0 has 3 tokens, but cu_seqlens_padded gives it a slot of 2"),
+        ({"cu_seqlens_padded": cu(0, 9)}, "cu_seqlens_padded must have as many entries as cu_seqlens, .*got 2 and 4"),
+        ({"cu_seqlens_padded": cu(0, 3, 5, 9).to("meta")}, "cu_seqlens_padded must be on cpu, as cu_seqlens is; got meta"),
+        ({"cu_seqlens": cu(0, 3)[None]}, "cu_seqlens must be one-dimensional"),
         ({"tensors": (torch.zeros(9), torch.zeros(8))}, "tensors must share their first dimension: got 8 and 9"),
+        ({"tensors": (torch.zeros(()),)}, "tensors must have the packed rows as their first dimension"),
+        ({"policy_index": cu(0, 1)}, r"policy_index must have one entry for each of the 3 sequences, got shape \(2,\)"),
     ],
 )
 def test_pad_packed_batch_refuses(changes: dict[str, object], message: str) -> None:
     arguments = {"tensors": (torch.zeros(9),), "cu_seqlens": cu(0, 3, 5, 9), "num_tokens": 12, "num_sequences": 5, **changes}
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}") as raised:
         pad_packed_batch(**arguments)  # type: ignore[arg-type]
+    assert "_q" not in str(raised.value) and " of q" not in str(raised.value), "it has no such argument"
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+def test_a_padded_batch_is_loaded_without_arbitrary_pickles(gaps: bool) -> None:
+    offsets = {"cu_seqlens_padded": cu(0, 4, 6, 9)} if gaps else {}
+    made = pad_packed_batch((torch.arange(9),), cu(0, 3, 5, 8), num_tokens=12, num_sequences=5, policy_index=cu(1, 0, 1), **offsets)
+    torch.save({"batch": made}, file := io.BytesIO())
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)["batch"]
+    assert type(loaded) is PackedCapacity
+    assert torch.equal(loaded.tensors[0], made.tensors[0]) and torch.equal(loaded.cu_seqlens, made.cu_seqlens)
+    assert (loaded.cu_seqlens_padded is not None) == gaps and torch.equal(loaded.policy_index, made.policy_index)
+
+
+def _prepared() -> PreparedPolicies:
+    prepared = build(PackedCase((3, 2, 4), masks=(CAUSAL, FULL), owner=(0, 1, 0))).prepared
+    assert prepared is not None
+    return prepared
+
+
+def test_what_pad_packed_batch_says_about_prepared_policies_works() -> None:
+    prepared = _prepared()
+    arguments = {"num_tokens": 12, "num_sequences": 5}
+    assert prepared.pad_to(5).policy_index.tolist() == [0, 1, 0, 0, 0]
+    by_index = pad_packed_batch((), cu(0, 3, 5, 9), policy_index=prepared.policy_index, **arguments)
+    assert by_index.policy_index is not None and torch.equal(by_index.policy_index, prepared.pad_to(5).policy_index)
 
 
 @pytest.mark.parametrize("mask", [FULL, CAUSAL, BOTTOM_RIGHT], ids=lambda mask: mask.attn_mask_type)
@@ -240,7 +277,14 @@ def test_a_batch_brought_to_capacity_gives_the_same_rows(mask: testing.Mask) -> 
         ({"num_tokens": 64.0}, "num_tokens must be an int, got float 64.0"),
         ({"num_sequences": None}, "num_sequences must be an int, got NoneType None"),
         ({"tensors": ([1, 2],)}, "tensors must be a tuple of tensors over the packed rows, got tuple of list"),
-        ({"tensors": {"q": torch.zeros(9)}}, "tensors must be a tuple of tensors over the packed rows, got dict"),
+        ({"tensors": {"q": torch.zeros(9)}}, "tensors must be a tuple of tensors over the packed rows, got dict$"),
+        ({"tensors": (x for x in [torch.zeros(9)])}, "tensors must be a tuple of tensors over the packed rows, got generator$"),
+        ({"tensors": torch.zeros(9)}, r"tensors must be a tuple .*, got one tensor: pass \(tensor,\)$"),
+        ({"cu_seqlens": [0, 3, 5, 9]}, r"cu_seqlens must be a tensor \[num_sequences \+ 1\], got list"),
+        ({"cu_seqlens_padded": [0, 3, 5, 9]}, r"cu_seqlens_padded must be a tensor \[num_sequences \+ 1\], got list"),
+        ({"policy_index": [0, 1, 0]}, r"policy_index must be a tensor \[num_sequences\], got list$"),
+        ({"policy_index": torch.zeros(3)}, "policy_index must be int32 or int64, got torch.float32"),
+        ({"policy_index": _prepared()}, r"policy_index must be a tensor .*got PreparedPolicies: its pad_to\("),
         ({"max_seqlen": 2.5}, r"max_seqlen must be an int \(tokens\), got float"),
     ],
 )
@@ -253,7 +297,7 @@ def test_pad_packed_batch_names_wrong_types(changes: dict[str, object], message:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"total_kv": 8}, ValueError, "the last entry is 9, beyond the 8 rows of kv"),
+        ({"total_kv": 8}, ValueError, "the last entry is 9, beyond the 8 rows of k and v"),
         ({"total_q": "9"}, TypeError, "total_q must be an int, got str '9'"),
         ({"max_seqlen_q": 2.5}, TypeError, r"max_seqlen_q must be an int \(tokens\), got float"),
     ],

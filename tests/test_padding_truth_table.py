@@ -196,7 +196,7 @@ def test_policies_pad_together_or_not_at_all(monkeypatch: pytest.MonkeyPatch, fl
     install(monkeypatch, *stubs)
     monkeypatch.setattr(ranks, "static_cost", lambda backend, p, padded, widths: costs.get((backend, padded), math.nan))
     monkeypatch.setattr(ranks, "single_launch_cost", lambda p, padded_dispatch_cost: flex)
-    monkeypatch.setattr(ranks, "dispatch_factor", lambda backend, dispatch, is_training, num_policies: 1.02)
+    monkeypatch.setattr(ranks, "dispatch_factor", lambda *args: 1.02)
     request = Request(CPU.replace(bands=(CAUSAL, FULL), single_launch_plan=True))
     for held in itertools.product((False, True), repeat=len(slots)):
         able.clear()

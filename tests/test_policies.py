@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 
-from te_attn_ops import AttentionPolicy, pad_packed_batch, prepare_thd_policies, refresh_thd_policies, testing, thd_attention
+from te_attn_ops import (
+    AttentionPolicy,
+    PlanSpec,
+    pad_packed_batch,
+    prepare_thd_policies,
+    refresh_thd_policies,
+    testing,
+    thd_attention,
+)
 from te_attn_ops.masks import Band
+from te_attn_ops.modules import DotProductAttention
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, PackedCase, build
 
 CU = torch.tensor([0, 4, 8, 12, 16], dtype=torch.int32)
@@ -311,3 +320,96 @@ def test_what_is_no_prepared_policies_is_named() -> None:
     x = torch.randn(16, 2, 8)
     with pytest.raises(TypeError, match="thd_attention_policies must be a list of dicts, got Tensor"):
         thd_attention(x, x, x, CU, max_seqlen_q=4, thd_attention_policies=torch.tensor([0, 0, 0, 0]))
+
+
+# -------------------------------------------------------------------------------------------------------------------- refreshing
+def two_policies(owner: tuple[int, ...]) -> list[dict[str, object]]:
+    return testing.policy_list((FULL, CAUSAL), owner, "cpu")
+
+
+@pytest.mark.parametrize(
+    ("cu", "bounds", "message"),
+    [
+        ((0, 1, 2, 9), {"max_seqlen_q": 4}, "max_seqlen_q=4 is below the longest sequence, which has 7 tokens"),
+        ((0, 3, 5, 99), {"total_q": 9}, "the last entry is 99, beyond the 9 rows"),
+    ],
+)
+def test_a_refresh_beyond_what_was_captured_is_refused(cu: tuple[int, ...], bounds: dict[str, int], message: str) -> None:
+    owner, fresh = (0, 1, 0), torch.tensor(cu)
+    prepared = prepare_thd_policies(two_policies(owner), torch.tensor([0, 3, 5, 9]), mutable=True, **bounds)
+    before = prepared.policy_index.clone()
+    for policies in (two_policies((1, 1, 0)), prepare_thd_policies(two_policies((1, 1, 0)), fresh)):
+        with pytest.raises(ValueError, match=message):
+            refresh_thd_policies(prepared, policies, fresh, **bounds)
+    assert torch.equal(prepared.policy_index, before)
+
+
+@pytest.mark.parametrize("keep_empty", [False, True])
+def test_a_refresh_takes_the_list_that_was_prepared_with_an_empty_policy(keep_empty: bool) -> None:
+    cu, policies = torch.tensor([0, 3, 5]), two_policies((1, 1))
+    policies[0]["sequence_ids"] = torch.tensor([], dtype=torch.int64)
+    prepared = prepare_thd_policies(policies, cu, keep_empty=keep_empty)
+    refresh_thd_policies(prepared, policies, cu)
+    assert prepared.policy_index.tolist() == ([1, 1] if keep_empty else [0, 0])
+    other = two_policies((0, 1))
+    if keep_empty:
+        refresh_thd_policies(prepared, other, cu)
+        assert prepared.policy_index.tolist() == [0, 1]
+    else:
+        with pytest.raises(ValueError, match="prepare all with keep_empty=True"):
+            refresh_thd_policies(prepared, other, cu)
+
+
+def test_a_refresh_takes_what_a_loader_prepared_and_padded() -> None:
+    capacity = torch.tensor([0, 3, 5, 5, 5])
+    captured = prepare_thd_policies(two_policies((0, 1, 0, 0)), capacity, mutable=True)
+    batch = torch.tensor([0, 2, 6])
+    ready = prepare_thd_policies(two_policies((1, 0)), batch, keep_empty=True).pad_to(4, fill_policy=1)
+    padded = torch.tensor([0, 2, 6, 6, 6])
+    refresh_thd_policies(captured, ready, padded)
+    assert captured.policy_index.tolist() == [1, 0, 1, 1]
+    with pytest.raises(ValueError, match="prepared for 4 sequences, got 2: see pad_packed_batch, and pad_to"):
+        refresh_thd_policies(captured, prepare_thd_policies(two_policies((1, 0)), batch), batch)
+    with pytest.raises(ValueError, match="prepared for 4 sequences, cu_seqlens_q has 2"):
+        refresh_thd_policies(captured, ready, batch)
+
+
+@pytest.mark.parametrize(
+    ("fields", "error", "message"),
+    [
+        ({"dtype": "bf16"}, TypeError, "dtype must be a torch.dtype, got str 'bf16'"),
+        ({"num_gqa_groups": 3}, ValueError, "num_heads must be a multiple of num_gqa_groups, got 4 and 3"),
+        ({"head_dim_v": 0}, ValueError, "head_dim_v must be at least 1, got 0"),
+        ({"num_heads": 4.0}, TypeError, "num_heads must be an int, got float 4.0"),
+        ({"training": 1}, TypeError, "training must be a bool, got int 1"),
+    ],
+)
+def test_a_spec_says_what_is_wrong(fields: dict[str, object], error: type[Exception], message: str) -> None:
+    good: dict[str, object] = {
+        "dtype": torch.bfloat16, "num_heads": 4, "num_gqa_groups": 2, "head_dim_qk": 16, "head_dim_v": 16, "training": True,
+    }  # fmt: skip
+    PlanSpec(**good)  # type: ignore[arg-type]
+    with pytest.raises(error, match=message):
+        PlanSpec(**{**good, **fields})  # type: ignore[arg-type]
+
+
+def test_attention_may_be_a_list_of_modules() -> None:
+    layers = torch.nn.ModuleList(DotProductAttention(4, 16) for _ in range(3))
+    assert prepare_thd_policies(two_policies((0, 1, 0, 1)), CU, attention=layers).plans == []  # no GPU, no plan
+    with pytest.raises(TypeError, match="or a list of these; got Linear"):
+        prepare_thd_policies(two_policies((0, 1, 0, 1)), CU, attention=torch.nn.Linear(2, 2))
+
+
+def test_policies_have_no_floating_dtype() -> None:
+    prepared = prepare_thd_policies(two_policies((0, 1, 0, 1)), CU)
+    for wrong in (torch.float16, torch.zeros(2)):
+        with pytest.raises(TypeError, match="policies have no floating dtype"):
+            prepared.to(wrong)  # type: ignore[arg-type]
+
+
+def test_a_refresh_says_which_policy_differs() -> None:
+    prepared = prepare_thd_policies(two_policies((0, 1, 0, 1)), CU)
+    other = two_policies((0, 1, 0, 1))
+    other[1]["window_size"] = (2, 0)
+    with pytest.raises(ValueError, match=r"policy 1 was AttentionPolicy\(.*None.*\), now it is AttentionPolicy\(.*\(2, 0\)"):
+        refresh_thd_policies(prepared, other, CU)

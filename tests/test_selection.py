@@ -11,7 +11,7 @@ import torch
 
 from te_attn_ops import AttentionParams, NoBackendError, environment, invalidate, prepare_thd_policies, selection, thd_attention
 from te_attn_ops.masks import Band
-from te_attn_ops.testing import CAUSAL, FULL, Mask, PackedCase, build
+from te_attn_ops.testing import CAUSAL, FULL, Mask, PackedCase, assert_matches_reference, build
 from tests.stubs import Stub, fresh_choices, install, refuse_native  # noqa: F401
 
 
@@ -350,3 +350,77 @@ def test_equal_lengths_come_from_one_tensor_or_a_promise(monkeypatch: pytest.Mon
     inputs.attend(cu_seqlens_kv=cu.clone(), thd_attention_policies=promised, attn_mask_type=None)
     assert [p.equal_lengths for p in stub.asked] == [True, False]
     assert stub.asked[0].bands == (Band(None, 0, True),) and stub.asked[1].bands == (Band(None, 0, False),)
+
+
+def test_an_answer_found_before_an_invalidation_is_not_kept_beyond_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another thread called invalidate() between this one's look at the memo and its own note of the answer."""
+    install(monkeypatch, Stub("flash4"), Stub("unfused"))
+    inputs, real = build(PackedCase((5, 9))), selection.select
+
+    def overtaken(request: selection.Request) -> selection.Selection:
+        found = real(request)
+        monkeypatch.setattr(selection, "select", real)
+        install(monkeypatch, Stub("unfused"))
+        environment.raise_generation()
+        return found
+
+    monkeypatch.setattr(selection, "select", overtaken)
+    inputs.attend()
+    asked: list[str] = []
+    monkeypatch.setattr(selection, "select", lambda request: asked.append(request.params.device_type) or real(request))
+    inputs.attend()
+    assert asked == ["cpu"]
+
+
+# --------------------------------------------------------------------------------------------------------- widths in wider steps
+def refuse_80_to_train(p: AttentionParams) -> Iterator[str]:
+    if p.head_dim_qk % 32 and p.is_training:
+        yield f"needs a multiple of 32 to train, found {p.head_dim_qk}"
+
+
+@pytest.mark.parametrize(("training", "width"), [(True, 96), (False, 0)])
+def test_a_backend_with_wider_steps_is_padded_to_its_own(monkeypatch: pytest.MonkeyPatch, training: bool, width: int) -> None:
+    wide = Stub("flash4", refuse_80_to_train)
+    wide.width_multiple = 32
+    install(monkeypatch, wide, Stub("torch_flash"), Stub("unfused"))
+    params = AttentionParams(head_dim_qk=80, head_dim_v=80, is_training=training)
+    found = selection.select(selection.Request(params))
+    assert (found.backends, found.head_dim_padded) == (("flash4",), width)
+    # No other backend is asked at that width, nor is this one where the caller forbids it.
+    assert {c.backend for c in found.candidates if c.head_dim_padded} == {"flash4"}
+    found = selection.select(selection.Request(params, pad_head_dim=False))
+    assert (found.backends, found.head_dim_padded) == (("torch_flash" if training else "flash4",), 0)
+    found = selection.select(selection.Request(params, backend="torch_flash", pad_head_dim=True))
+    assert (found.backends, found.head_dim_padded) == (("torch_flash",), 0), "widths that are one have nothing to pad"
+
+
+def test_a_width_padded_in_wider_steps_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide = Stub("flash4", refuse_80_to_train)
+    wide.width_multiple = 32
+    install(monkeypatch, wide)
+    inputs = build(PackedCase((5, 9), head_dim_qk=8, head_dim_v=8))
+    assert_matches_reference(inputs)
+    assert {p.head_dim_qk for p in wide.asked} == {8, 32}
+
+
+# ------------------------------------------------------------------------------------------------------------ runs of neighbours
+@pytest.mark.parametrize("tracing", [False, True])
+@pytest.mark.parametrize(("owner", "dispatch"), [((0, 1, 2, 3, 4, 5), "padded"), ((0, 1, 2, 3, 4, 5, 0), "grouped")])
+def test_many_runs_of_neighbours_stay_in_place(
+    monkeypatch: pytest.MonkeyPatch, owner: tuple[int, ...], dispatch: str, tracing: bool
+) -> None:
+    """flash2 passes over all rows for each policy, unless a policy's sequences are one run."""
+    seen: list[bool] = []
+    copying = Stub("flash2", before_forward=lambda call: seen.append(call.contiguous_run and len(call.bands) == 1))
+    copying.in_place = False
+    install(monkeypatch, copying)
+    masks = tuple(Mask("padding", (n, 1)) for n in range(6))
+    inputs = build(PackedCase(tuple(range(3, 3 + len(owner))), masks=masks, owner=owner))
+    requests: list[selection.Request] = []
+    real = selection.select
+    monkeypatch.setattr(selection, "select", lambda request: requests.append(request) or real(request))
+    function = torch.compile(thd_attention, fullgraph=True, backend="eager") if tracing else thd_attention
+    inputs.attend(function)
+    assert [real(request).dispatch for request in requests][-1] == dispatch
+    assert requests[-1].params.contiguous is (dispatch == "padded")
+    assert set(seen) == {True}

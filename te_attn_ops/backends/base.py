@@ -138,6 +138,7 @@ class Backend:
         single_launch: whether it takes all policies in one call, through a plan made ahead.
         in_place: whether it addresses any subset without copies; others are offered the dispatch "grouped" by themselves.
         reads_lens: whether it reads lens_* although cu_seqlens are plain.
+        width_multiple: padding to a multiple of this is tried too, beside the multiple of 8 that is tried for every backend.
         loads_whole_tiles: whether a non-finite value in rows outside a sequence can reach that sequence's results.
     """
 
@@ -146,6 +147,7 @@ class Backend:
     single_launch: bool = False
     in_place: bool = True
     reads_lens: bool = True
+    width_multiple: int = 8
     loads_whole_tiles: bool = False
 
     def version(self) -> str | None:
@@ -200,5 +202,8 @@ def bottom_right_only_refusals(p: AttentionParams) -> Iterator[str]:
         return
     for band in p.bands:
         if not band.is_full and not band.bottom_right:
-            yield f"aligns the diagonal bottom-right only, found {band.describe()} with sequences of possibly unequal lengths"
+            yield (
+                f"aligns the diagonal bottom-right only, found {band.describe()} with sequences of possibly unequal lengths (where they "
+                "are equal, pass one cu_seqlens tensor for queries and keys)"
+            )
             return

@@ -631,6 +631,7 @@ class Flash4(Backend):
 
     name = "flash4"
     switches = ("NVTE_FLASH_ATTN", "NVTE_FLASH_ATTN_V4")
+    width_multiple = 32  # most widths between are refused in training: see _sm90_refusals and _sm100_refusals
     loads_whole_tiles = True
     reads_lens = False
 

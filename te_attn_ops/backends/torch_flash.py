@@ -14,15 +14,10 @@ import torch
 import torch.nn.attention
 from torch import Tensor
 
+from ..environment import deterministic_algorithms
 from ..params import AttentionParams
 from ._fa2 import Fa2Backend, Grads, Launch
 from .base import BackwardCall, ForwardCall
-
-
-def _deterministic_mode() -> bool:
-    """Whether the backward will be deterministic: the op asks torch's global flag and nothing else, and reads warn_only as no
-    (attention_backward.cu: _flash_attention_backward)."""
-    return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _replacement() -> str | None:
@@ -43,7 +38,7 @@ class TorchFlash(Fa2Backend):
         if p.wide_offsets:
             # Seen on an H200 (torch 2.11): 140,000 rows of 128 heads of 128 end in an illegal memory access.
             yield "needs tensors of fewer than 2^31 elements, found larger ones"
-        if p.is_training and p.deterministic and not _deterministic_mode():
+        if p.is_training and p.deterministic and not p.deterministic_algorithms:
             yield "is deterministic only under torch.use_deterministic_algorithms(True, warn_only=False), which is off"
 
     def launch_forward(self, call: ForwardCall, launch: Launch, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -65,7 +60,8 @@ class TorchFlash(Fa2Backend):
         return fresh, lse
 
     def launch_backward(self, call: BackwardCall, launch: Launch, grads: Grads | None) -> Grads:
-        if call.deterministic and not _deterministic_mode():
+        # The op asks torch's global flag and nothing else, and reads warn_only as no (attention_backward.cu).
+        if call.deterministic and not deterministic_algorithms():
             # The flag was on when the backend was chosen. Setting it here would reach other threads' operations.
             raise RuntimeError(
                 "torch_flash was chosen for a deterministic backward, but torch.use_deterministic_algorithms(True) is off now; "

@@ -437,7 +437,8 @@ def refuse_arbitrary(attn_mask_type: str, argument: str = "attn_mask_type") -> N
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v in the autocast dtype, where autocast is on. float64 stays, as in autocast itself."""
     device_type = q.device.type
-    if not torch.is_autocast_enabled(device_type):
+    # "meta" has no autocast to ask for. torch.amp.is_autocast_available would break the graph on torch 2.8.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return q, k, v
     dtype = torch.get_autocast_dtype(device_type)
     q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))

@@ -22,7 +22,13 @@ def default_init_method(weight: Tensor) -> Tensor:
 
 def factory_arguments(device: torch.device | str | None, params_dtype: torch.dtype | None) -> dict[str, Any]:
     """device and dtype of new parameters. No device given: torch's default device where one is set, else CUDA where there is a
-    GPU (TransformerEngine's default), else the CPU."""
+    GPU (TransformerEngine's default), else the CPU.
+
+    Raises:
+        TypeError: params_dtype is no floating-point dtype.
+    """
+    if params_dtype is not None and not (isinstance(params_dtype, torch.dtype) and params_dtype.is_floating_point):
+        raise TypeError(f"params_dtype must be a floating-point torch.dtype or None, got {params_dtype!r}")
     if device is None:
         device = torch.get_default_device()
         if device.type == "cpu" and torch.cuda.is_available():
@@ -39,13 +45,20 @@ def check_normalization(normalization: str) -> str:
 def normalize(
     x: Tensor, weight: Tensor, bias: Tensor | None, normalization: str, eps: float, zero_centered_gamma: bool
 ) -> Tensor:
-    """LayerNorm or RMSNorm over the last dimension. ``zero_centered_gamma``: the scale is 1 + weight."""
+    """LayerNorm or RMSNorm over the last dimension. ``zero_centered_gamma``: the scale is 1 + weight.
+
+    That sum, and parameters of another dtype than x, are taken in float32 (TransformerEngine's compute type): in 16 bits 1 + weight
+    would lose every weight below 2^-8.
+    """
+    dtype = x.dtype
+    if zero_centered_gamma or weight.dtype != dtype:
+        wide = torch.promote_types(dtype, torch.float32)
+        x, weight, bias = x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
     if zero_centered_gamma:
         weight = weight + 1
-    weight = weight.to(x.dtype)
     if normalization == "RMSNorm":
-        return F.rms_norm(x, weight.shape, weight, eps)
-    return F.layer_norm(x, weight.shape, weight, None if bias is None else bias.to(x.dtype), eps)
+        return F.rms_norm(x, weight.shape, weight, eps).to(dtype)
+    return F.layer_norm(x, weight.shape, weight, bias, eps).to(dtype)
 
 
 def reset_children(module: torch.nn.Module) -> None:
@@ -155,10 +168,16 @@ class Linear(torch.nn.Module):
         return f"{self.weight.shape[1]}, {self.weight.shape[0]}, bias={self.bias is not None}"
 
 
-def _join_splits(module: Linear, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+def _join_splits(
+    module: Linear, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, missing_keys: list[str], *args: Any
+) -> None:
     for kind in ("weight", "bias"):
         names = [f"{prefix}{part}_{kind}" for part in module.splits]
-        if f"{prefix}{kind}" not in state_dict and all(name in state_dict for name in names):
+        absent = [name for name in names if name not in state_dict]
+        if f"{prefix}{kind}" in state_dict or len(absent) == len(names):
+            continue
+        missing_keys.extend(absent)
+        if not absent:
             state_dict[f"{prefix}{kind}"] = torch.cat([state_dict.pop(name) for name in names])
 
 

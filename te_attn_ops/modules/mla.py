@@ -85,8 +85,15 @@ class LatentProjection(torch.nn.Module):
     def reset_parameters(self) -> None:
         reset_children(self)
 
-    def forward(self, hidden_states: Tensor, table: RotaryTable | None, interleaved: bool) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self, hidden_states: Tensor, tables: tuple[RotaryTable, RotaryTable] | None, interleaved: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """``tables``: for q and k, each qk_rope_head_dim wide."""
         sizes = self.sizes
+        if tables is not None and tables[0].cos.shape[-1] != sizes.qk_rope_head_dim:
+            raise ValueError(
+                f"rotary_pos_emb must be as wide as qk_rope_head_dim, {sizes.qk_rope_head_dim}, got {tables[0].cos.shape[-1]}"
+            )
         if sizes.q_lora_rank is None:
             q = self.q_proj(hidden_states)
         else:
@@ -96,10 +103,10 @@ class LatentProjection(torch.nn.Module):
         kv = self.kv_b_proj(self.kv_a_layernorm(compressed)).unflatten(-1, (self.num_heads, -1))
         k_nope, v = kv.split((sizes.qk_nope_head_dim, sizes.v_head_dim), dim=-1)
         k_rope = k_rope.unsqueeze(-2)
-        if table is not None:
+        if tables is not None:
             q_nope, q_rope = q.split((sizes.qk_nope_head_dim, sizes.qk_rope_head_dim), dim=-1)
-            q = torch.cat((q_nope, rotate(q_rope, table, interleaved)), dim=-1)
-            k_rope = rotate(k_rope, table, interleaved)
+            q = torch.cat((q_nope, rotate(q_rope, tables[0], interleaved)), dim=-1)
+            k_rope = rotate(k_rope, tables[1], interleaved)
         k = torch.cat((k_nope, k_rope.expand(*k_nope.shape[:-1], -1)), dim=-1)
         return q, k, v
 

@@ -64,6 +64,21 @@ def _check_row_order(
         )
 
 
+def check_hidden_states(name: str, x: object, qkv_format: str, hidden_size: int) -> None:
+    """Raises TypeError and ValueError unless x is [tokens, hidden_size] (thd), [s, b, hidden_size] or [b, s, hidden_size]."""
+    layout = {"thd": "[tokens, hidden_size]", "sbhd": "[s, b, hidden_size]", "bshd": "[b, s, hidden_size]"}[qkv_format]
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name} must be a tensor {layout}, got {type(x).__name__}")
+    if x.dim() != (2 if qkv_format == "thd" else 3) or x.shape[-1] != hidden_size:
+        raise ValueError(f"{name} must be {layout} in {qkv_format}, with hidden_size {hidden_size}, got shape {tuple(x.shape)}")
+
+
+def check_unread_encoder_output(encoder_output: object) -> None:
+    """Self-attention does not read it."""
+    if encoder_output is not None and not isinstance(encoder_output, Tensor):
+        raise TypeError(f"encoder_output must be a tensor or None, got {type(encoder_output).__name__}")
+
+
 class MultiheadAttention(torch.nn.Module):
     """Multi-head attention with its projections, with TransformerEngine's constructor and forward arguments.
 
@@ -77,7 +92,8 @@ class MultiheadAttention(torch.nn.Module):
         layernorm_epsilon, normalization, zero_centered_gamma: of the input norm, if ``input_layernorm``.
         attn_mask_type, window_size, bottom_right_diagonal: what the forward uses where it is given none.
         input_layernorm: norm the input first. return_layernorm_output: also return its output.
-        return_bias: leave the output projection's bias out and return it.
+        return_bias: leave the output projection's bias out and return it (None where something put in ``proj``'s place gives a
+            plain tensor).
         attention_type: "self", or "cross" with keys and values from ``encoder_output``.
         fuse_qkv_params, qkv_weight_interleaved: with both, the rows of the QKV weight are grouped by KV head (its queries, its
             key, its value), as in TransformerEngine; else all queries, all keys, all values. One parameter in either case.
@@ -180,6 +196,7 @@ class MultiheadAttention(torch.nn.Module):
         self.attention_type = attention_type
         self.input_layernorm = input_layernorm
         self.return_layernorm_output = return_layernorm_output
+        self.return_bias = return_bias
         self.qkv_format = qkv_format
         self.qkv_weight_interleaved = qkv_weight_interleaved and fuse_qkv_params
         self.rotary_pos_interleaved = rotary_pos_interleaved
@@ -189,8 +206,13 @@ class MultiheadAttention(torch.nn.Module):
         self.name = name
         if kv_channels is not None and not hasattr(kv_channels, "__index__"):
             raise TypeError(f"kv_channels must be an int, got {kv_channels!r}; unequal widths come with the MLA arguments")
-        if check_int("hidden_size", hidden_size) < num_attention_heads:
-            raise ValueError(f"hidden_size must be at least num_attention_heads, got {hidden_size} and {num_attention_heads}")
+        if check_int("hidden_size", hidden_size) < 1:
+            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
+        if not kv_channels and self.latent is None and hidden_size % num_attention_heads:
+            raise ValueError(
+                f"hidden_size must be a multiple of num_attention_heads where kv_channels is not given, got {hidden_size} and "
+                f"{num_attention_heads}"
+            )
         self.head_dim = kv_channels if kv_channels else hidden_size // num_attention_heads
         if self.latent is not None:
             self._check_latent(kv_channels, qk_norm_type)
@@ -284,9 +306,9 @@ class MultiheadAttention(torch.nn.Module):
         reset_children(self)
 
     def plan_spec(self, dtype: torch.dtype | None = None) -> PlanSpec:
-        """:meth:`DotProductAttention.plan_spec`; the default dtype is autocast's or the parameters'."""
+        """:meth:`DotProductAttention.plan_spec`; the default dtype is autocast's or the first parameter's."""
         if dtype is None and not torch.is_autocast_enabled("cuda"):
-            dtype = self.proj.weight.dtype
+            dtype = next((p.dtype for p in self.parameters() if p.is_floating_point()), None)
         return self.core_attention.plan_spec(dtype)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -332,9 +354,11 @@ class MultiheadAttention(torch.nn.Module):
 
         Args:
             hidden_states: thd [tokens, hidden], sbhd [s, b, hidden], bshd [b, s, hidden].
-            encoder_output: cross-attention: where keys and values come from, in the same layout.
+            encoder_output: cross-attention: where keys and values come from, in the same layout. Self-attention does not read it.
+            cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: in self-attention None means q's; what is given counts for keys and
+                their rotary positions.
             rotary_pos_emb: angles [positions, 1, 1, width] (:class:`RotaryPositionEmbedding`), or a pair for q and k. In thd,
-                positions start at 0 in each sequence's slot, with gaps or without.
+                positions start at 0 in each sequence's slot, with gaps or without. float32 or float64.
             is_first_microbatch, fast_zero_fill: accepted and without effect.
 
         Returns:
@@ -370,8 +394,13 @@ class MultiheadAttention(torch.nn.Module):
             "sanitize_padding": sanitize_padding,
             "selection": selection,
         }
-        if self.attention_type == "cross" and encoder_output is None:
+        check_hidden_states("hidden_states", hidden_states, self.qkv_format, self.hidden_size)
+        if self.attention_type == "self":
+            check_unread_encoder_output(encoder_output)
+        elif encoder_output is None:
             raise ValueError("encoder_output is needed by attention_type 'cross', got None")
+        else:
+            check_hidden_states("encoder_output", encoder_output, self.qkv_format, self.hidden_size)
 
         def block(hidden_states: Tensor, encoder_output: Tensor | None) -> Any:
             return self._block(hidden_states, encoder_output, rotary_pos_emb, core)
@@ -398,7 +427,10 @@ class MultiheadAttention(torch.nn.Module):
             **core,
         )
         out = self.proj(context)
-        outputs = out if self.proj.return_bias else (out,)
+        if self.return_bias:
+            outputs = out if isinstance(out, tuple) else (out, None)
+        else:
+            outputs = (out,)
         if self.input_layernorm and self.return_layernorm_output:
             outputs = (*outputs, projected.layernorm_output)
         return outputs if len(outputs) > 1 else outputs[0]
@@ -444,8 +476,8 @@ class MultiheadAttention(torch.nn.Module):
         normed = self.layernorm(hidden_states) if self.input_layernorm else hidden_states
         if isinstance(rotary_pos_emb, tuple):
             raise ValueError("rotary_pos_emb must be one tensor with multi-head latent attention, got a pair")
-        table = None if rotary_pos_emb is None else self._rotary_table(rotary_pos_emb, hidden_states, core, "q")
-        q, k, v = self.mla(normed, table, self.rotary_pos_interleaved)
+        tables = None if rotary_pos_emb is None else self._rotary_tables(rotary_pos_emb, hidden_states, hidden_states, core)
+        q, k, v = self.mla(normed, tables, self.rotary_pos_interleaved)
         return _Projected(q, k, v, layernorm_output=normed)
 
     def _position(
@@ -455,20 +487,27 @@ class MultiheadAttention(torch.nn.Module):
         if self.q_norm is not None and self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         if rotary_pos_emb is not None:
-            angles_q, angles_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
-            table_q = self._rotary_table(angles_q, q, core, "q")
-            if self.attention_type == "self":
-                table_k = table_q if angles_k is angles_q else self._rotary_table(angles_k, k, core, "q")
-            else:
-                table_k = self._rotary_table(angles_k, k, core, "kv")
+            table_q, table_k = self._rotary_tables(rotary_pos_emb, q, k, core)
             q, k = rotate(q, table_q, self.rotary_pos_interleaved), rotate(k, table_k, self.rotary_pos_interleaved)
         if self.q_norm is not None and not self.qk_norm_before_rope:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k
 
-    def _rotary_table(self, angles: Tensor, x: Tensor, core: dict[str, Any], side: str) -> RotaryTable:
-        rows = x.shape[1] if self.qkv_format == "bshd" else x.shape[0]
-        return rotary_table(angles, self.qkv_format, rows, core[f"cu_seqlens_{side}"], core[f"cu_seqlens_{side}_padded"])
+    def _rotary_tables(
+        self, rotary_pos_emb: RotaryAngles, q: Tensor, k: Tensor, core: dict[str, Any]
+    ) -> tuple[RotaryTable, RotaryTable]:
+        """For the rows of q and of k; one table where both are the same rows."""
+        angles_q, angles_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
+        cu_q, slots_q = core["cu_seqlens_q"], core["cu_seqlens_q_padded"]
+        cu_kv, slots_kv = core["cu_seqlens_kv"], core["cu_seqlens_kv_padded"]
+        if self.attention_type == "self":
+            cu_kv = cu_q if cu_kv is None else cu_kv
+            slots_kv = slots_q if slots_kv is None else slots_kv
+        rows_q, rows_k = (x.shape[1] if self.qkv_format == "bshd" else x.shape[0] for x in (q, k))
+        table_q = rotary_table(angles_q, self.qkv_format, rows_q, cu_q, slots_q)
+        if self.attention_type == "self" and angles_k is angles_q and cu_kv is cu_q and slots_kv is slots_q:
+            return table_q, table_q
+        return table_q, rotary_table(angles_k, self.qkv_format, rows_k, cu_kv, slots_kv)
 
     def extra_repr(self) -> str:
         text = (

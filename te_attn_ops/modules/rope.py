@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..packing import may_read_contents
 from ..rows import row_coordinates
 from .layers import factory_arguments
 from .layouts import check_qkv_format
@@ -21,6 +23,9 @@ class RotaryTable(NamedTuple):
 
 class RotaryPositionEmbedding(torch.nn.Module):
     """Angles of rotary position embedding (https://arxiv.org/abs/2104.09864), with TransformerEngine's arguments.
+
+    The buffer ``inv_freq`` stays float32 where a model is cast as a whole (``model.bfloat16()``), and where a checkpoint was:
+    bfloat16 does not tell position 257 from 256.
 
     Args:
         dim: width of a head.
@@ -56,7 +61,15 @@ class RotaryPositionEmbedding(torch.nn.Module):
         self.pretrained_max_position_embeddings = pretrained_max_position_embeddings
         self.rotary_base = rotary_base
         self.interleaved = interleaved
+        self.register_load_state_dict_pre_hook(_leave_rounded_out)
         self.reset_parameters()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        inv_freq = self.inv_freq
+        super()._apply(fn, recurse)
+        if self.inv_freq.dtype.itemsize < 4:
+            self.inv_freq = inv_freq.to(self.inv_freq.device)
+        return self
 
     def reset_parameters(self) -> None:
         """Fills the buffer of frequencies again; after ``to_empty`` it ends deferred (meta) initialisation."""
@@ -66,7 +79,16 @@ class RotaryPositionEmbedding(torch.nn.Module):
             self.inv_freq.copy_(1.0 / self.rotary_base**exponents)
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
-        """Angles [max_seq_len, 1, 1, rotated width] of the positions offset, offset + 1, ..."""
+        """Angles [max_seq_len, 1, 1, rotated width] of the positions offset, offset + 1, ...
+
+        Raises:
+            TypeError: the buffer ``inv_freq`` was set to a 16-bit dtype all the same.
+        """
+        if self.inv_freq.dtype.itemsize < 4:
+            raise TypeError(
+                f"RotaryPositionEmbedding.inv_freq must be float32, got {self.inv_freq.dtype}, which does not tell far positions "
+                "apart. Where FSDP1 cast it: MixedPrecision(buffer_dtype=torch.float32)"
+            )
         positions = torch.arange(max_seq_len, device=self.inv_freq.device, dtype=self.inv_freq.dtype) + offset
         pretrained, factor = self.pretrained_max_position_embeddings, self.seq_len_interpolation_factor
         if pretrained is not None and factor is not None:
@@ -77,6 +99,13 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={2 * self.inv_freq.shape[0]}, rotary_base={self.rotary_base}, interleaved={self.interleaved}"
+
+
+def _leave_rounded_out(module: RotaryPositionEmbedding, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """A load_state_dict pre-hook: frequencies of a checkpoint that was cast to 16 bit are left out for the module's own."""
+    saved = state_dict.get(f"{prefix}inv_freq")
+    if isinstance(saved, Tensor) and saved.dtype.itemsize < 4:
+        state_dict[f"{prefix}inv_freq"] = module.inv_freq
 
 
 def packed_positions(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, rows: int) -> Tensor:
@@ -102,17 +131,27 @@ def rotary_table(
 ) -> RotaryTable:
     """The angles [s, 1, 1, width] as cos and sin for a tensor of ``rows`` tokens (thd) or tokens a sample (sbhd, bshd).
 
-    A sequence longer than the table is an error: at once where shapes tell it, else an index out of range on the device.
+    A sequence longer than the table is an error: at once where shapes tell it or cu_seqlens may be read, else an index out of
+    range on the device.
+
+    Raises:
+        TypeError, ValueError: naming the argument.
     """
     for name, value in (("rotary_pos_emb", freqs), ("cu_seqlens_q or cu_seqlens_kv", cu_seqlens)):
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
     if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
         raise ValueError(f"rotary_pos_emb must be angles [positions, 1, 1, width], got shape {tuple(freqs.shape)}")
-    freqs = freqs.to(torch.promote_types(freqs.dtype, torch.float32))
+    if freqs.dtype not in (torch.float32, torch.float64):
+        raise TypeError(
+            f"rotary_pos_emb must be float32 or float64, got {freqs.dtype}, which does not tell far positions apart. Where FSDP2 cast "
+            "it: MixedPrecisionPolicy(cast_forward_inputs=False) with hidden_states cast before the layer, or call "
+            "RotaryPositionEmbedding inside the wrapped module"
+        )
     if qkv_format == "thd":
         if cu_seqlens is None:
             raise ValueError("cu_seqlens is needed for rotary positions in qkv_format 'thd', got None")
+        _check_longest(freqs, cu_seqlens)
         table = freqs[:, 0]
         positions = packed_positions(cu_seqlens, cu_seqlens_padded, rows)
         return RotaryTable(table.cos()[positions], table.sin()[positions])
@@ -122,6 +161,14 @@ def rotary_table(
     if qkv_format == "bshd":
         freqs = freqs.transpose(0, 1)
     return RotaryTable(freqs.cos(), freqs.sin())
+
+
+def _check_longest(freqs: Tensor, cu_seqlens: Tensor) -> None:
+    if cu_seqlens.numel() < 2 or not may_read_contents(cu_seqlens):
+        return
+    longest = int(cu_seqlens.diff().max())
+    if longest > freqs.shape[0]:
+        raise ValueError(f"rotary_pos_emb holds {freqs.shape[0]} positions, but the longest sequence has {longest} tokens")
 
 
 def rotate(t: Tensor, table: RotaryTable, interleaved: bool) -> Tensor:
@@ -158,7 +205,7 @@ def apply_rotary_pos_emb(
 
     Args:
         t: [t, h, d] (thd), [s, b, h, d] (sbhd) or [b, s, h, d] (bshd).
-        freqs: angles [positions, 1, 1, width], width <= d.
+        freqs: angles [positions, 1, 1, width], width <= d, float32 or float64.
         cu_seqlens, cu_seqlens_padded: thd: [N + 1]; positions start at 0 in each sequence's slot.
         fused: accepted and without effect.
     """

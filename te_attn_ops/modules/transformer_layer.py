@@ -10,14 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..masks import normalize_mask_type, require_padding_mask_type
+from ..checks import check_bool
+from ..masks import normalize_mask_type, normalize_window, require_padding_mask_type
 from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
 from .dot_product_attention import check_mask_arguments, refuse_arbitrary
 from .layers import InitMethod, Norm, drop_extra_state, factory_arguments, reset_children
 from .layouts import check_qkv_format
 from .mlp import LayerNormMLP
-from .multihead_attention import MultiheadAttention, RotaryAngles
+from .multihead_attention import MultiheadAttention, RotaryAngles, check_hidden_states, check_unread_encoder_output
 from .unsupported import refuse_context_parallel, refuse_unsupported
 
 
@@ -252,8 +253,9 @@ class TransformerLayer(torch.nn.Module):
         Args:
             hidden_states: thd [tokens, hidden], sbhd [s, b, hidden], bshd [b, s, hidden].
             self_attn_mask_type, window_size, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q: of
-                self-attention, queries and keys alike.
-            encoder_output, enc_dec_*, cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: of a decoder's cross-attention.
+                self-attention; of its keys too where kv's are None, and always in a decoder.
+            cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: of a decoder's cross-attention; of an encoder's self-attention.
+            encoder_output, enc_dec_*: of a decoder's cross-attention. An encoder checks them and does not read them.
             thd_attention_policies, thd_attention_policy_dispatch: of self-attention; cross-attention keeps
                 enc_dec_attn_mask_type. Exclusive with this call's self_attn_mask_type and window_size.
 
@@ -261,6 +263,7 @@ class TransformerLayer(torch.nn.Module):
             The layer's output, in the layout of hidden_states.
         """
         refuse_unsupported(enc_dec_attn_mask=enc_dec_attn_mask)
+        decoder = self.layer_type == "decoder"
         if thd_attention_policies is None:
             self_attn_mask_type = self.self_attn_mask_type if self_attn_mask_type is None else self_attn_mask_type
             window_size = self.window_size if window_size is None else window_size
@@ -292,16 +295,22 @@ class TransformerLayer(torch.nn.Module):
             "attn_mask_type": self_attn_mask_type,
             "window_size": window_size,
             "bottom_right_diagonal": self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
-            "cu_seqlens_kv": cu_seqlens_q,
-            "cu_seqlens_kv_padded": cu_seqlens_q_padded,
-            "max_seqlen_kv": max_seqlen_q,
+            "cu_seqlens_kv": None if decoder else cu_seqlens_kv,
+            "cu_seqlens_kv_padded": None if decoder else cu_seqlens_kv_padded,
+            "max_seqlen_kv": max_seqlen_q if decoder or max_seqlen_kv is None else max_seqlen_kv,
             "thd_attention_policies": thd_attention_policies,
             "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
         }
         enc_dec_attn_mask_type = self.enc_dec_attn_mask_type if enc_dec_attn_mask_type is None else enc_dec_attn_mask_type
         self._check_masks(self_attn_mask_type, enc_dec_attn_mask_type)
-        if self.layer_type == "decoder" and encoder_output is None:
+        normalize_window(enc_dec_window_size, "enc_dec_window_size")
+        check_bool("enc_dec_bottom_right_diagonal", enc_dec_bottom_right_diagonal, or_none=True)
+        if not decoder:
+            check_unread_encoder_output(encoder_output)
+        elif encoder_output is None:
             raise ValueError("encoder_output is needed by layer_type 'decoder', got None")
+        else:
+            check_hidden_states("encoder_output", encoder_output, self.attn_input_format, self.self_attention.hidden_size)
         if enc_dec_bottom_right_diagonal is None:
             enc_dec_bottom_right_diagonal = self.enc_dec_bottom_right_diagonal
         cross: dict[str, Any] = {
@@ -322,14 +331,13 @@ class TransformerLayer(torch.nn.Module):
 
     def _check_masks(self, self_attn_mask_type: str | None, enc_dec_attn_mask_type: str) -> None:
         """Under the names that this layer's arguments have, and before anything runs."""
-        given = {"self_attn_mask_type": self_attn_mask_type}
-        if self.layer_type == "decoder":
-            given["enc_dec_attn_mask_type"] = enc_dec_attn_mask_type
-        for name, mask_type in given.items():
+        decoder = self.layer_type == "decoder"
+        given = (("self_attn_mask_type", self_attn_mask_type, True), ("enc_dec_attn_mask_type", enc_dec_attn_mask_type, decoder))
+        for name, mask_type, read in given:
             if mask_type is None:
                 continue
             refuse_arbitrary(mask_type, name)
-            if self.attn_input_format == "thd":
+            if read and self.attn_input_format == "thd":
                 require_padding_mask_type(mask_type, name)
             else:
                 normalize_mask_type(mask_type, name)

@@ -9,7 +9,7 @@ import torch
 
 _NONE = (None,)
 _OFF = (None, False)
-_TENSOR_PARALLEL = "the layers do no tensor-parallel communication; shard them from outside"
+_TENSOR_PARALLEL = "the layers do no tensor-parallel communication; replicate them (DDP) or shard their parameters with FSDP2"
 _OVERLAP = "there is no communication to overlap"
 _CONTEXT_PARALLEL = "context parallelism is not implemented"
 _SCORE_MOD = "attention scores cannot be modified"

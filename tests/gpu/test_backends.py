@@ -215,6 +215,55 @@ def test_a_nan_stays_with_the_sequences_of_its_policy_on_unfused_and_flash2() ->
         assert result.out[rows].isnan().all()
 
 
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_one_policys_sequences_do_not_depend_on_the_others(backend: str, dispatch: str) -> None:
+    """Bitwise, outputs and gradients, whatever stands in the other policy's rows and however they are masked."""
+    if dispatch == "grouped" and is_single_launch(backend):
+        pytest.skip(f"{backend} runs all policies in one launch")
+    case = PackedCase((300, 177, 201, 130), masks=(CAUSAL, FULL), owner=(0, 1, 0, 1), **SHAPE)
+    base, changed = sample(case, backend), sample(case.replace(masks=(CAUSAL, WINDOW)), backend, seed=1)
+    rows = torch.cat([torch.arange(r.start, r.stop) for n, r in enumerate(case.rows("q")) if case.owner[n] == 0]).cuda()
+    with torch.no_grad():
+        for name in ("q", "k", "v", "grad_out"):
+            getattr(changed, name)[rows] = getattr(base, name)[rows]
+    results = []
+    for deterministic in (True, False):
+        # torch_flash follows torch's own switch.
+        torch.use_deterministic_algorithms(deterministic and backend == "torch_flash")
+        try:
+            results = [x.run(**forced(x, backend, dispatch), deterministic=deterministic) for x in (changed, base)]
+            break
+        except NoBackendError:
+            continue  # no deterministic backward: outputs alone are compared
+        finally:
+            torch.use_deterministic_algorithms(False)
+    got, want = results
+    for name in ("out", "dq", "dk", "dv") if deterministic else ("out",):
+        assert torch.equal(getattr(got, name)[rows], getattr(want, name)[rows]), name
+    assert torch.equal(got.lse[:, rows], want.lse[:, rows])
+
+
+def test_a_switch_of_torchs_determinism_is_noticed() -> None:
+    """torch_flash is deterministic only where torch's own switch is on; the choice follows it both ways."""
+    inputs = sample(CASES["causal"], "torch_flash")
+    for on in (False, True, False):
+        torch.use_deterministic_algorithms(on)
+        try:
+            if on:
+                testing.assert_matches(inputs.run(backend="torch_flash", deterministic=True), testing.reference(inputs), inputs)
+            else:
+                with pytest.raises(NoBackendError, match=r"deterministic only under torch.use_deterministic_algorithms\(True"):
+                    inputs.run(backend="torch_flash", deterministic=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+
+def test_a_loose_bound_costs_the_unfused_path_nothing() -> None:
+    inputs = build(PackedCase((5, 9), (7, 3), num_heads=16, head_dim_qk=32, dtype=torch.bfloat16), "cuda")
+    loose = inputs.run(backend="unfused", max_seqlen_q=1 << 24, max_seqlen_kv=1 << 24)
+    testing.assert_matches(loose, testing.reference(inputs), inputs)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_random_case_by_the_default_choice(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Without flash4, which compiles for every combination of masks: policies may fall to different backends here."""
@@ -354,6 +403,38 @@ def test_capture_and_replay_with_other_contents(backend: str, dispatch: str) -> 
     assert followed >= (2 if is_single_launch(backend) else len(GEOMETRIES))
 
 
+def test_the_next_batch_is_prepared_on_a_side_stream(backend: str) -> None:
+    """While one batch runs, the next one's policies, and its plan, are made on another stream and from memory freed by the last."""
+    lengths, owner = GEOMETRIES[0]
+    case = PackedCase(lengths, tail=20, masks=(CAUSAL, FULL), owner=owner, **SHAPE)
+    cases = [case.replace(lengths_q=lengths, owner=owner) for lengths, owner in GEOMETRIES[:2] * 3]
+    batches = [sample(case, backend, seed=n) for n, case in enumerate(cases)]
+    or_skip(batches[0].run, **forced(batches[0], backend))
+    expected = [testing.reference(inputs) for inputs in batches[:2]]
+    side, main = torch.cuda.Stream(), torch.cuda.current_stream()
+    ready: dict[int, dict[str, Any]] = {}
+
+    def prepare(n: int) -> None:
+        side.wait_stream(main)  # its offsets were made there
+        with torch.cuda.stream(side):
+            ready[n] = forced(batches[n], backend)
+
+    prepare(0)
+    for n, inputs in enumerate(batches):
+        main.wait_stream(side)
+        options = ready.pop(n)
+        options["thd_attention_policies"].record_stream(main)
+        actual = inputs.run(**options)
+        del options
+        if n + 1 < len(batches):
+            prepare(n + 1)
+        if n < 2:
+            testing.assert_matches(actual, expected[n], inputs)
+        else:
+            again = batches[n].run(**forced(batches[n], backend))
+            torch.testing.assert_close(actual.out, again.out, rtol=0, atol=0)
+
+
 def test_capture_of_a_shape_that_was_not_seen_before_says_what_to_do() -> None:
     inputs = build(PackedCase((20, 30), **{**SHAPE, "head_dim_qk": 88}), "cuda")
     graph = torch.cuda.CUDAGraph()
@@ -450,3 +531,29 @@ def test_offsets_beyond_two_to_the_31st(backend: str) -> None:
     torch.testing.assert_close(actual.lse[:, -length:], expected.lse, rtol=1e-3, atol=1e-3)
     del actual, expected, inputs, q, k, v
     torch.cuda.empty_cache()
+
+
+@pytest.mark.usefixtures("alone_with_large_tensors")
+@pytest.mark.parametrize("backend", ["torch_flash", "flash2"])
+def test_views_that_reach_beyond_two_to_the_31st(backend: str) -> None:
+    """q, k and v of fewer than 2^31 elements, but views of one projection of more."""
+    tokens, heads, width, length = 45_000, 128, 128, 512
+    if get_backend(backend).version() is None:
+        pytest.skip(f"{backend} is not installed")
+    assert tokens * heads * width < 1 << 31 < tokens * 3 * heads * width
+    case = PackedCase((length,), num_heads=heads, head_dim_qk=width, dtype=torch.bfloat16)
+    alone = build(case, "cuda")
+    qkv = torch.zeros(tokens, 3, heads, width, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        for n, x in enumerate((alone.q, alone.k, alone.v)):
+            qkv[-length:, n] = x
+    qkv.requires_grad_()
+    cu = torch.tensor([0, length], dtype=torch.int32, device="cuda")
+    slots = torch.tensor([tokens - length, tokens], dtype=torch.int32, device="cuda")
+    out = thd_attention(*qkv.unbind(1), cu, cu_seqlens_q_padded=slots, max_seqlen_q=length, backend=backend)
+    (grad,) = torch.autograd.grad(out[-length:], qkv, alone.grad_out)
+    expected = alone.run(backend=backend)
+    torch.testing.assert_close(out[-length:], expected.out, rtol=1.5e-2, atol=1.5e-2)
+    for n, name in enumerate(("dq", "dk", "dv")):
+        torch.testing.assert_close(grad[-length:, n], getattr(expected, name), rtol=1.5e-2, atol=1.5e-2)
+    assert not out[:-length].any() and not grad[:-length].any()

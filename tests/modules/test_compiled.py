@@ -127,6 +127,25 @@ def test_dense_layouts(layout: str, mask: str) -> None:
             torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("dynamic", [True, None])
+def test_dense_batch_sizes(layout: str, dynamic: bool | None) -> None:
+    """A symbolic number of samples is one graph. Dynamo takes the first one, and 1, for constants where it is not told otherwise."""
+    torch.manual_seed(0)
+    layer = TransformerLayer(32, 24, 2, hidden_dropout=0.0, attn_input_format=layout, self_attn_mask_type="causal", device="cpu")
+    graphs: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic, backend=backend)
+    for batch in range(2, 14):
+        x = torch.randn(5, batch, 32) if layout == "sbhd" else torch.randn(batch, 5, 32)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=1e-4, atol=1e-5)
+    assert len(graphs) == (1 if dynamic else 2)
+
+
 def test_layers_compiled_one_by_one_share_a_graph() -> None:
     """Regional compilation: more layers than Dynamo's recompile limit, each compiled by itself, with a number and a name."""
     layers = torch.nn.ModuleList(
@@ -166,3 +185,41 @@ def test_missing_max_seqlen_and_raw_lists_are_refused_with_the_remedy() -> None:
     raw = policy_list((FULL,), (0,) * 4, "cpu")
     with pytest.raises(Exception, match="must be what prepare_thd_policies returns" if tells else "exception"):
         compiled(batch.x, **{**batch.call, "thd_attention_policies": raw})
+
+
+def test_an_encoder_with_key_lengths_of_its_own_and_cross_attention_arguments() -> None:
+    torch.manual_seed(0)
+    layer = TransformerLayer(
+        32, 24, 2, hidden_dropout=0.0, attn_input_format="thd", self_attn_mask_type="padding", device="cpu"
+    )
+    rope = RotaryPositionEmbedding(16, device="cpu")(64)
+
+    def call(function: Any, batch: Batch) -> Tensor:
+        plain, padded = batch.call["cu_seqlens_q"], batch.call["cu_seqlens_q_padded"]
+        return function(
+            batch.x, cu_seqlens_q=plain, cu_seqlens_kv=padded, cu_seqlens_q_padded=padded, cu_seqlens_kv_padded=padded, max_seqlen_q=30,
+            max_seqlen_kv=31, rotary_pos_emb=rope, enc_dec_attn_mask_type="causal", enc_dec_window_size=(2, 0),
+            encoder_output=batch.x.detach(),
+        )  # fmt: skip
+
+    assert_compiles_once_for_all_batches(layer, call)
+
+
+def test_angles_made_inside_the_compiled_model_of_a_cast_model() -> None:
+    """The remedy that an error names: RotaryPositionEmbedding inside the wrapped module."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rope = RotaryPositionEmbedding(16, device="cpu")
+            self.layer = TransformerLayer(32, 24, 2, hidden_dropout=0.0, attn_input_format="thd", device="cpu")
+
+        def forward(self, x: Tensor, **call: Any) -> Tensor:
+            return self.layer(x, rotary_pos_emb=self.rope(64), **call)
+
+    torch.manual_seed(0)
+    model = Model().bfloat16()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="aot_eager")
+    batch = Batch(BATCHES[0])
+    x = batch.x.bfloat16()
+    torch.testing.assert_close(compiled(x, **batch.call), model(x, **batch.call), rtol=2e-2, atol=2e-2)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from te_attn_ops import thd_attention
 from te_attn_ops.modules import DotProductAttention
-from te_attn_ops.modules.layouts import pack_dense, unpack_projection
+from te_attn_ops.modules.layouts import batch_joins_heads, pack_dense, unpack_projection
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, CONFIGURATIONS, FULL, Mask, PackedCase, build, reference, visible
 
 BATCH, LEN_Q, LEN_KV = 3, 6, 9
@@ -129,9 +129,22 @@ def test_dense_padding_equals_a_dense_reference(layout: str, mask: Mask) -> None
 def test_dense_rows_stay_in_place(layout: str, padding: bool) -> None:
     q, k, v = dense_inputs(layout)
     cu = torch.tensor([0, 1, 2, 3])
-    packed = pack_dense(q, k, v, layout, padding, cu, cu.clone(), None, None)
+    packed = pack_dense(q, k, v, layout, padding, batch_joins_heads(layout, padding, 3), cu, cu.clone(), None, None)
     for before, after in zip((q, k, v), packed[:3]):
         assert after.data_ptr() == before.data_ptr()
+
+
+@pytest.mark.parametrize("layout", ["sbhd", "bshd"])
+@pytest.mark.parametrize("mask", ["causal", "no_mask", "padding_causal"])
+@pytest.mark.parametrize(("batch", "length"), [(0, 4), (2, 0), (0, 0)])
+def test_dense_without_tokens_is_empty_and_connected(layout: str, mask: str, batch: int, length: int) -> None:
+    shape = (length, batch, 4, 8) if layout == "sbhd" else (batch, length, 4, 8)
+    q, k, v = (torch.randn(shape, requires_grad=True) for _ in "qkv")
+    lengths = {"cu_seqlens_q": torch.arange(batch + 1) * length} if mask == "padding_causal" else {}
+    out = DotProductAttention(4, 8, qkv_format=layout, attn_mask_type=mask)(q, k, v, **lengths)
+    assert out.shape == (*shape[:2], 32)
+    for grad, x in zip(torch.autograd.grad(out.sum(), (q, k, v)), (q, k, v)):
+        assert torch.equal(grad, torch.zeros_like(x))
 
 
 @pytest.mark.parametrize("layout", ["sbhd", "bshd"])

@@ -18,7 +18,7 @@ from te_attn_ops.modules import (
     RotaryPositionEmbedding,
     TransformerLayer,
 )
-from te_attn_ops.modules.layers import Linear
+from te_attn_ops.modules.layers import Linear, Norm
 from te_attn_ops.modules.mlp import ACTIVATIONS
 from te_attn_ops.testing import CAUSAL, FULL, Mask, policy_list
 from tests.modules.reference import Reference, activation, norm, parameters_of
@@ -299,6 +299,73 @@ def test_multihead_cross_attention_without_norm(fused: bool, groups: int) -> Non
     assert_matches(module, out, expected, [queries.x, keys.x], params, copies, queries.weight)
 
 
+@pytest.mark.parametrize("rope", [False, True])
+@pytest.mark.parametrize("latent", [False, True])
+def test_self_attention_takes_key_lengths_of_their_own(rope: bool, latent: bool) -> None:
+    """More keys than queries in one document, fewer in the other, in the same slots: MultiheadAttention, and an encoder around it."""
+    cu_q, cu_kv, slots = torch.tensor([0, 3, 8]), torch.tensor([0, 6, 10]), torch.tensor([0, 6, 12])
+    x = Packed((6, 6)).x
+    config: dict[str, Any] = MLA if latent else {}
+    layer = make_layer(self_attn_mask_type="padding", **config)
+    module = layer.self_attention
+    table = angles(MLA["qk_rope_head_dim"] if latent else 8) if rope else None
+    call: dict[str, Any] = {
+        "cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv, "cu_seqlens_q_padded": slots, "cu_seqlens_kv_padded": slots,
+        "max_seqlen_q": 5, "max_seqlen_kv": 6, "rotary_pos_emb": table,
+    }  # fmt: skip
+    attended, out = module(x, attn_mask_type="padding", **call), layer(x, **call)
+    params = {name: p.double() for name, p in module.named_parameters()}
+    for n, (length, length_kv) in enumerate(zip((3, 5), (6, 4))):
+        alone = Reference(HIDDEN, HEADS, config, {}).multihead(x[6 * n : 6 * n + length_kv], params, FULL, table)[0]
+        count = min(length, length_kv)  # a query without a key of its own is in no such document
+        torch.testing.assert_close(attended[6 * n : 6 * n + count], alone[:count], rtol=1e-9, atol=1e-9)
+    hidden = x + attended
+    torch.testing.assert_close(out, hidden + layer.layernorm_mlp(hidden))
+
+
+class _Adapted(torch.nn.Module):
+    """A module around a projection, as LoRA puts one there: Tensor to Tensor, without the projection's attributes."""
+
+    def __init__(self, base: Any) -> None:
+        super().__init__()
+        self.base = base
+        self.down = torch.nn.Parameter(torch.randn(2, base.weight.shape[1], dtype=torch.float64) * 0.1)
+        self.up = torch.nn.Parameter(torch.randn(base.weight.shape[0], 2, dtype=torch.float64) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.nn.functional.linear(x, self.base.weight, self.base.bias) + x @ self.down.T @ self.up.T
+
+
+@pytest.mark.parametrize("config", [{}, {"num_gqa_groups": 2, "fuse_qkv_params": True}, MLA], ids=["plain", "gqa", "mla"])
+def test_projections_may_be_wrapped(config: dict[str, Any]) -> None:
+    """The same as with the adapters merged into the weights."""
+    packed = Packed(LENGTHS, GAPS)
+    layer, merged = (make_layer(self_attn_mask_type="padding_causal", output_layernorm=True, **config) for _ in range(2))
+    wrapped = ["mla.kv_b_proj", "mla.q_a_proj"] if config is MLA else ["qkv"]
+    for name in ("proj", *wrapped):
+        adapted = _Adapted(layer.self_attention.get_submodule(name))
+        layer.self_attention.set_submodule(name, adapted)
+        with torch.no_grad():
+            merged.self_attention.get_submodule(name).weight += adapted.up @ adapted.down
+    torch.testing.assert_close(layer(packed.x, **packed.arguments()), merged(packed.x, **packed.arguments()))
+    assert layer.plan_spec() == merged.plan_spec() and layer.plan_spec().dtype == torch.float64
+    assert layer.bfloat16().plan_spec().dtype == torch.bfloat16
+
+
+def test_a_wrapped_projection_with_return_bias() -> None:
+    packed = Packed(LENGTHS)
+    torch.manual_seed(0)
+    module = MultiheadAttention(HIDDEN, HEADS, return_bias=True, qkv_format="thd", params_dtype=torch.float64, device="cpu")
+    call = {"attn_mask_type": "padding", **packed.arguments()}
+    out, bias = module(packed.x, **call)
+    module.proj = _Adapted(module.proj)
+    with torch.no_grad():
+        module.proj.up.zero_()
+    wrapped, none = module(packed.x, **call)
+    assert none is None
+    torch.testing.assert_close(wrapped, out + bias)
+
+
 class _Recorder(DotProductAttention):
     """Keeps what it was called with."""
 
@@ -508,6 +575,16 @@ def test_a_transformer_engine_checkpoint_loads() -> None:
     assert torch.equal(other(packed.x, **call), layer(packed.x, **call))
 
 
+def test_a_split_projection_with_a_part_missing_says_which() -> None:
+    state = make_layer().state_dict()
+    prefix = "self_attention.layernorm_qkv."
+    state[f"{prefix}query_weight"], state[f"{prefix}key_weight"], _ = state.pop(f"{prefix}weight").split(HIDDEN)
+    with pytest.raises(RuntimeError, match=f'Missing key.*: "{prefix}value_weight", "{prefix}weight"'):
+        make_layer().load_state_dict(state)
+    missing = make_layer().load_state_dict(state, strict=False).missing_keys
+    assert missing == [f"{prefix}value_weight", f"{prefix}weight"]
+
+
 @pytest.mark.parametrize("config", [{"layer_type": "decoder", "qk_norm_type": "LayerNorm"}, MLA], ids=["decoder", "mla"])
 def test_deferred_initialisation(config: dict[str, Any]) -> None:
     options: dict[str, Any] = {"zero_centered_gamma": True, "params_dtype": torch.float64, "output_layernorm": True, **config}
@@ -600,3 +677,19 @@ def test_rotary_frequencies_come_back_after_deferred_initialisation() -> None:
     rope.to_empty(device="cpu")
     rope.reset_parameters()
     assert torch.equal(rope.inv_freq, want.inv_freq) and torch.equal(rope(5), want(5))
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("params_dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("zero_centered_gamma", [False, True])
+def test_norms_lose_nothing_of_their_scale(normalization: str, params_dtype: torch.dtype, zero_centered_gamma: bool) -> None:
+    """A result in bfloat16 is off by its own rounding and no more; a scale of 1 + 0.0035 is not 1."""
+    torch.manual_seed(0)
+    norm = Norm(64, 1e-5, normalization, zero_centered_gamma, device="cpu", dtype=params_dtype)
+    with torch.no_grad():
+        norm.weight.normal_(0.0035 if zero_centered_gamma else 1.0035, 0.1)
+    x = torch.randn(500, 64, dtype=torch.bfloat16)
+    scale = norm.weight.double() + zero_centered_gamma
+    centered = x.double() - (x.double().mean(1, keepdim=True) if normalization == "LayerNorm" else 0)
+    want = centered * (centered.square().mean(1, keepdim=True) + 1e-5).rsqrt() * scale
+    torch.testing.assert_close(norm(x).double(), want, rtol=2**-8 * (1 if params_dtype != x.dtype or zero_centered_gamma else 2), atol=1e-6)

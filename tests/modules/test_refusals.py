@@ -24,12 +24,13 @@ def make(kind: str, **options: Any) -> torch.nn.Module:
     if kind == "dpa":
         return DotProductAttention(2, 8, **{"qkv_format": "thd", "attn_mask_type": "padding", **options})
     if kind == "mha":
-        return MultiheadAttention(16, 2, **{"qkv_format": "thd", "attn_mask_type": "padding", "device": "cpu", **options})
+        defaults = {"qkv_format": "thd", "attn_mask_type": "padding", "device": "cpu"}
+        return MultiheadAttention(**{"hidden_size": 16, "num_attention_heads": 2, **defaults, **options})
     options = {name.replace("qkv_format", "attn_input_format"): value for name, value in options.items()}
     if "attn_mask_type" in options:
         options["self_attn_mask_type"] = options.pop("attn_mask_type")
     defaults = {"attn_input_format": "thd", "self_attn_mask_type": "padding", "device": "cpu", "hidden_dropout": 0.0}
-    return TransformerLayer(16, 16, 2, **{**defaults, **options})
+    return TransformerLayer(**{"hidden_size": 16, "ffn_hidden_size": 16, "num_attention_heads": 2, **defaults, **options})
 
 
 def call(kind: str, module: torch.nn.Module | None = None, **changes: Any) -> Any:
@@ -102,8 +103,9 @@ def test_explicit_mask_type_is_refused(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["mha", "layer"])
 @pytest.mark.parametrize("argument", [{"tp_size": 2}, {"tp_group": object()}, {"fuse_wgrad_accumulation": True}])
 def test_communication_is_refused(kind: str, argument: dict[str, Any]) -> None:
-    with pytest.raises(NotImplementedError, match=f"{next(iter(argument))}=.* is not supported: "):
+    with pytest.raises(NotImplementedError, match=f"{next(iter(argument))}=.* is not supported: ") as error:
         make(kind, **argument)
+    assert ("replicate them (DDP) or shard their parameters with FSDP2" in str(error.value)) == ("tp_" in str(argument))
 
 
 @pytest.mark.parametrize("argument", [{"drop_path_rate": 0.1}, {"ub_tp_comm_overlap": True}])
@@ -196,6 +198,9 @@ def test_latent_attention_arguments(options: dict[str, Any], error: type[Excepti
         make("mha", **(options if alone else {**complete, **options}))
     with pytest.raises(ValueError, match="one tensor"):
         call("mha", make("mha", **complete), rotary_pos_emb=(torch.zeros(8, 1, 1, 4),) * 2)
+    for width in (2, 6):
+        with pytest.raises(ValueError, match=f"rotary_pos_emb must be as wide as qk_rope_head_dim, 4, got {width}"):
+            call("mha", make("mha", **complete), rotary_pos_emb=torch.zeros(8, 1, 1, width))
 
 
 @pytest.mark.parametrize(
@@ -209,11 +214,80 @@ def test_latent_attention_arguments(options: dict[str, Any], error: type[Excepti
         ("layer", {"layer_type": "both"}, "layer_type='both' is unknown"),
         ("layer", {"parallel_attention_mlp": True, "output_layernorm": True}, "parallel_attention_mlp=True needs"),
         ("layer", {"qkv_format": "bhsd"}, "attn_input_format='bhsd' is unknown"),
+        ("mha", {"num_attention_heads": 3}, "hidden_size must be a multiple of num_attention_heads where .* got 16 and 3"),
+        ("layer", {"num_attention_heads": 32}, "hidden_size must be a multiple of num_attention_heads where .* got 16 and 32"),
+        ("mha", {"hidden_size": 0}, "hidden_size must be at least 1, got 0"),
+        ("layer", {"ffn_hidden_size": 0}, "ffn_hidden_size must be at least 1, got 0"),
+        ("layer", {"enc_dec_attn_mask_type": "sideways"}, "enc_dec_attn_mask_type='sideways' is no mask type"),
+        ("layer", {"enc_dec_window_size": (1,)}, r"enc_dec_window_size must be a pair .* got \(1,\)"),
     ],
 )
 def test_wrong_constructor_arguments_are_named(kind: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make(kind, **options)
+
+
+@pytest.mark.parametrize("kind", ["mha", "layer"])
+@pytest.mark.parametrize("dtype", ["bfloat16", torch.int32])
+def test_params_dtype_must_be_a_floating_point_dtype(kind: str, dtype: Any) -> None:
+    with pytest.raises(TypeError, match=f"params_dtype must be a floating-point torch.dtype or None, got {dtype!r}"):
+        make(kind, params_dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("layout", "right", "wrong"),
+    [
+        ("thd", r"\[tokens, hidden_size\]", [(8, 1, 16), (8,), (8, 12)]),
+        ("sbhd", r"\[s, b, hidden_size\]", [(8, 16), (8, 1, 12)]),
+        ("bshd", r"\[b, s, hidden_size\]", [(8, 16), (1, 8, 12)]),
+    ],
+)
+@pytest.mark.parametrize("kind", ["mha", "layer", "mla"])
+def test_hidden_states_of_another_shape_are_named(kind: str, layout: str, right: str, wrong: list[tuple[int, ...]]) -> None:
+    options = {"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4} if kind == "mla" else {}
+    module = make("layer" if kind == "layer" else "mha", qkv_format=layout, **options)
+    for shape in wrong:
+        seen = str(shape).replace("(", r"\(").replace(")", r"\)")
+        with pytest.raises(ValueError, match=f"hidden_states must be {right} in {layout}, with hidden_size 16, got shape {seen}"):
+            module(torch.randn(shape), cu_seqlens_q=CU, max_seqlen_q=5)
+    with pytest.raises(TypeError, match=f"hidden_states must be a tensor {right}, got list"):
+        module([1.0], cu_seqlens_q=CU, max_seqlen_q=5)
+
+
+@pytest.mark.parametrize("kind", ["mha", "layer"])
+def test_encoder_outputs_of_another_shape_are_named_before_anything_runs(kind: str) -> None:
+    options = {"attention_type": "cross"} if kind == "mha" else {"layer_type": "decoder", "enc_dec_attn_mask_type": "padding"}
+    module: Any = make(kind, **options)
+    first = module.query_layer if kind == "mha" else module.self_attention
+    message = r"encoder_output must be \[tokens, hidden_size\] in thd.* got shape \(4, 12\)"
+    with mock.patch.object(first, "forward", side_effect=AssertionError("ran")), pytest.raises(ValueError, match=message):
+        call(kind, module, encoder_output=torch.randn(4, 12), cu_seqlens_kv=CU)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"enc_dec_attn_mask_type": "sideways"}, ValueError, "enc_dec_attn_mask_type='sideways' is no mask type"),
+        ({"enc_dec_attn_mask_type": 3}, TypeError, "enc_dec_attn_mask_type must be a string, got int"),
+        ({"enc_dec_attn_mask_type": "arbitrary"}, NotImplementedError, "enc_dec_attn_mask_type='arbitrary'"),
+        ({"enc_dec_window_size": (1, 2, 3)}, ValueError, "enc_dec_window_size must be a pair"),
+        ({"enc_dec_window_size": (-2, 0)}, ValueError, r"enc_dec_window_size=\(-2, 0\)"),
+        ({"enc_dec_bottom_right_diagonal": 1}, TypeError, "enc_dec_bottom_right_diagonal must be a bool or None"),
+        ({"encoder_output": [1.0]}, TypeError, "encoder_output must be a tensor or None, got list"),
+        ({"cu_seqlens_kv": [0, 3, 8]}, TypeError, "cu_seqlens_kv must be a tensor"),
+        ({"cu_seqlens_kv": CU[:2]}, ValueError, "cu_seqlens_kv must have as many entries as cu_seqlens_q"),
+        ({"cu_seqlens_kv": torch.tensor([0, 3, 99])}, ValueError, "cu_seqlens_kv: the last entry is 99, beyond the 8 rows"),
+        ({"cu_seqlens_kv_padded": CU.clone()}, ValueError, "must be given together"),
+        ({"max_seqlen_kv": 2}, ValueError, "max_seqlen_kv=2 is below the longest sequence"),
+        ({"max_seqlen_kv": "x"}, TypeError, "max_seqlen_kv must be an int"),
+    ],
+)
+def test_an_encoder_checks_what_only_a_decoder_reads(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call("layer", **changes)
+    # TransformerEngine's callers give an encoder these, right ones.
+    right = {"encoder_output": torch.randn(3, 4), "enc_dec_attn_mask_type": "no_mask", "enc_dec_window_size": (1, 1)}
+    assert call("layer", **right).shape == (8, 16)
 
 
 def test_cross_attention_needs_an_encoder_output() -> None:
@@ -341,5 +415,14 @@ def test_numbers_of_other_libraries_are_numbers() -> None:
     assert DotProductAttention(2, np.array([16, 8])).head_dim_v == 8
     assert TransformerLayer(16, 24, 2, hidden_dropout=np.float32(0.5), device="cpu").hidden_dropout == 0.5
     assert MultiheadAttention(16, 2, 0, device="cpu").head_dim == 8  # 0 is the default width
-    with pytest.raises(ValueError, match="hidden_size must be at least num_attention_heads, got 3 and 4"):
-        MultiheadAttention(3, 4, device="cpu")
+    assert MultiheadAttention(3, 4, np.int64(2), device="cpu").proj.weight.shape == (3, 8)
+
+
+@pytest.mark.parametrize("kind", MODULES)
+def test_meta_tensors_reach_what_can_be_said_about_them(kind: str) -> None:
+    """Autocast has nothing to look up for them."""
+    module = make(kind).to("meta")
+    x = torch.randn(8, 2, 8, device="meta") if kind == "dpa" else torch.randn(8, 16, device="meta")
+    with torch.autocast("cpu", torch.bfloat16):
+        out = module(*[x] * (3 if kind == "dpa" else 1), cu_seqlens_q=CU.to("meta"), max_seqlen_q=5)
+    assert out.is_meta and out.shape == (8, 16)

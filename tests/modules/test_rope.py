@@ -48,6 +48,65 @@ def test_packed_positions() -> None:
     assert packed_positions(CU.long(), PADDED.long(), 13).tolist() == packed_positions(CU, PADDED, 13).tolist()
 
 
+@pytest.mark.parametrize("cast", [torch.nn.Module.bfloat16, torch.nn.Module.half, lambda module: module.to(torch.bfloat16)])
+@pytest.mark.parametrize("deferred", [False, True])
+def test_angles_keep_their_precision_where_a_model_is_cast(cast: Any, deferred: bool) -> None:
+    with torch.device("meta" if deferred else "cpu"):
+        model = cast(torch.nn.ModuleDict({"rope": RotaryPositionEmbedding(8), "linear": torch.nn.Linear(2, 2)}))
+    if deferred:
+        model.to_empty(device="cpu")
+        model["rope"].reset_parameters()
+    assert model["linear"].weight.dtype.itemsize == 2 and set(model["rope"].state_dict()) == {"inv_freq"}
+
+    def check() -> None:
+        angles = model["rope"](5000)
+        assert angles.dtype == torch.float32
+        for row in (1, 257, 4999):
+            for pair in range(4):
+                assert math.isclose(angles[row, 0, 0, pair], row * 10000.0 ** (-2 * pair / 8), rel_tol=1e-6)
+
+    check()
+    # A checkpoint that was cast as a whole holds rounded frequencies, other ones are taken.
+    for assign in (False, True):
+        model.load_state_dict({name: tensor.bfloat16() for name, tensor in model.state_dict().items()}, assign=assign)
+        check()
+    model["rope"].load_state_dict({"inv_freq": torch.full((4,), 0.5)})
+    assert model["rope"](3)[2, 0, 0].tolist() == [1.0] * 8
+    model["rope"].inv_freq = model["rope"].inv_freq.bfloat16()
+    with pytest.raises(TypeError, match=r"inv_freq must be float32, got torch.bfloat16.* MixedPrecision\(buffer_dtype=torch.float32\)"):
+        model["rope"](3)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", ["thd", "sbhd"])
+def test_angles_in_16_bit_are_refused(dtype: torch.dtype, layout: str) -> None:
+    angles, cu = RotaryPositionEmbedding(8, device="cpu")(8), torch.tensor([0, 5])
+    module = MultiheadAttention(16, 2, qkv_format=layout, device="cpu")
+    x = torch.randn(5, 16) if layout == "thd" else torch.randn(5, 1, 16)
+    call = {"cu_seqlens_q": cu, "max_seqlen_q": 5, "attn_mask_type": "padding"}
+    for given in (angles.to(dtype), (angles, angles.to(dtype))):
+        with pytest.raises(TypeError, match=f"rotary_pos_emb must be float32 or float64, got {dtype}.*cast_forward_inputs=False"):
+            module(x, rotary_pos_emb=given, **call)
+
+
+def test_rows_in_front_of_the_first_slot_need_no_longer_table() -> None:
+    """A front gap, and a table of as many positions as the longest sequence has tokens: alone and in a layer."""
+    cu, padded = torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([6, 10, 15], dtype=torch.int32)
+    assert packed_positions(cu, padded, 17).tolist() == [0] * 6 + [0, 1, 2, 0, 0, 1, 2, 3, 0, 0, 0]
+    angles = RotaryPositionEmbedding(8, device="cpu")(4).double()
+    t = torch.randn(17, 2, 8, dtype=torch.float64)
+    out = apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=cu, cu_seqlens_padded=padded)
+    module = MultiheadAttention(16, 2, qkv_format="thd", params_dtype=torch.float64, device="cpu")
+    call: dict[str, Any] = {"rotary_pos_emb": angles, "attn_mask_type": "padding_causal", "max_seqlen_q": 4}
+    whole = module(t.flatten(1), cu_seqlens_q=cu, cu_seqlens_q_padded=padded, **call)
+    for rows in (slice(6, 9), slice(10, 14)):
+        torch.testing.assert_close(out[rows], rotate(t[rows], angles, False))
+        alone = module(t[rows].flatten(1), cu_seqlens_q=torch.tensor([0, rows.stop - rows.start]), **call)
+        torch.testing.assert_close(whole[rows], alone)
+    with pytest.raises(ValueError, match="rotary_pos_emb holds 3 positions, but the longest sequence has 4 tokens"):
+        module(t.flatten(1), cu_seqlens_q=cu, cu_seqlens_q_padded=padded, **{**call, "rotary_pos_emb": angles[:3]})
+
+
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("width", [4, 8])
 @pytest.mark.parametrize("gaps", [False, True])
@@ -88,7 +147,7 @@ def test_errors_name_the_argument() -> None:
         apply_rotary_pos_emb(t[:, None], angles, "sbhd")
     with pytest.raises(ValueError, match="8 wide, more than the heads' 6"):
         apply_rotary_pos_emb(t[..., :6], angles, "thd", cu_seqlens=torch.tensor([0, 4]))
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="rotary_pos_emb holds 4 positions, but the longest sequence has 5 tokens"):
         apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.tensor([0, 5]))
     with pytest.raises(NotImplementedError, match="start_positions"):
         apply_rotary_pos_emb(t, angles, "thd", start_positions=t, cu_seqlens=torch.tensor([0, 4]))
