@@ -5,8 +5,8 @@ Batches have a fixed number of rows and sequences (a tail, and empty sequences a
 
 from __future__ import annotations
 
-import itertools
 import gc
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
