@@ -474,13 +474,24 @@ def _flags(
     return flags
 
 
+_WIDE = 1 << 31
+
+
+def _padded_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
+    """Elements of q and of k, padded as a kernel may want them."""
+    head_dim = round_up(max(operator.index(q.shape[2]), operator.index(v.shape[2])), 8)
+    return q.shape[0] * q.shape[1] * head_dim, k.shape[0] * k.shape[1] * head_dim
+
+
 def _is_wide(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a tensor of the call, padded as a kernel may want it, has 2^31 elements or more. An exported graph is taken to have
-    fewer: it may not be bounded by a guard."""
+    """Whether a tensor of the call has 2^31 elements or more. An exported graph is taken to have fewer: it may not be bounded by a
+    guard."""
+    size_q, size_k = _padded_sizes(q, k, v)
+    if not environment.is_tracing() and type(size_q) is type(size_k) is int:
+        return size_q >= _WIDE or size_k >= _WIDE
     if torch.compiler.is_exporting():
         return False
-    limit, head_dim = 1 << 31, round_up(max(operator.index(q.shape[2]), operator.index(v.shape[2])), 8)
-    return guard_or_false(q.shape[0] * q.shape[1] * head_dim >= limit) or guard_or_false(k.shape[0] * k.shape[1] * head_dim >= limit)
+    return guard_or_false(size_q >= _WIDE) or guard_or_false(size_k >= _WIDE)
 
 
 def _selection_of(variable: bytes) -> str:
@@ -608,7 +619,8 @@ def _decide_eager(
         pack.slots_q is pack.slots_kv, pack.has_gaps, bucket, is_training, mask, options,
         # 1 == True, and 2.0 == 2
         type(mask[2]), _types(mask[1]) if type(mask[1]) is tuple else type(mask[1]), *map(type, options),
-        torch.get_deterministic_debug_mode(), environment.snapshot(), environment.STATE.generation,
+        torch._C._get_deterministic_algorithms(), torch._C._get_deterministic_algorithms_warn_only(),
+        environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:
         key = None if prepared.plans else (*key, prepared.kind)  # type: ignore[misc]

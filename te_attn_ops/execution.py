@@ -80,8 +80,11 @@ def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Ten
 
 def _tighten(batch: Batch) -> None:
     """No sequence has more tokens than there are rows: a loose bound costs idle thread blocks. In steps, for kernels built per bound."""
-    batch.max_seqlen_q = min(batch.max_seqlen_q, seqlen_bucket(batch.q.shape[0]))
-    batch.max_seqlen_kv = min(batch.max_seqlen_kv, seqlen_bucket(batch.k.shape[0]))
+    rows_q, rows_kv = batch.q.shape[0], batch.k.shape[0]
+    if batch.max_seqlen_q > rows_q:
+        batch.max_seqlen_q = min(batch.max_seqlen_q, seqlen_bucket(rows_q))
+    if batch.max_seqlen_kv > rows_kv:
+        batch.max_seqlen_kv = min(batch.max_seqlen_kv, seqlen_bucket(rows_kv))
 
 
 def _nothing_to_do(batch: Batch) -> bool:

@@ -133,21 +133,32 @@ def _backward_fake(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any
 
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
+_EXACT = {Tensor}
 _PRE_DISPATCH: Any = torch._C.DispatchKey.PreDispatch
 _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _FAST_EAGER = os.environ.get("TE_ATTN_OPS_DISPATCHER") != "1"
 
 
+_PLAIN_KEYS: set[int] = set()  # the dispatch keys of tensors that were found plain
+
+
 def _is_plain(x: Tensor) -> bool:
-    return (
-        type(x) in _PLAIN_TYPES
-        and (x.is_cuda or x.is_cpu)
+    if type(x) not in _PLAIN_TYPES:
+        return False
+    keys = torch._C._dispatch_keys(x).raw_repr()
+    if keys in _PLAIN_KEYS:
+        return True
+    plain = (
+        (x.is_cuda or x.is_cpu)
         and x.layout is torch.strided
         and not x.is_neg()
         and not torch._C._functorch.is_functorch_wrapped_tensor(x)
         and not torch._is_functional_tensor(x)
         and not x._is_zerotensor()
     )
+    if plain:
+        _PLAIN_KEYS.add(keys)
+    return plain
 
 
 def is_observed() -> bool:
@@ -175,7 +186,7 @@ def _is_direct(floating: tuple[Tensor, ...], integers: Sequence[Tensor]) -> bool
     # Dynamo first: it is not to trace the rest, nor the kernels.
     if torch.compiler.is_dynamo_compiling() or not _FAST_EAGER or is_observed():
         return False
-    return all(map(_is_plain, floating)) and all(type(x) is Tensor for x in integers)
+    return all(map(_is_plain, floating)) and {*map(type, integers)} == _EXACT
 
 
 def attend(
@@ -188,27 +199,19 @@ def attend(
     if not is_training:
         return _forward(q, k, v, *geometry, plan, *rest)
     # What Function.apply does where functorch has no part in it.
-    return super(torch.autograd.Function, _Attention).apply(q, k, v, *geometry, plan, *rest)
+    return super(torch.autograd.Function, _Attention).apply(_forward, q, k, v, geometry, plan, rest)
 
 
 class _Attention(torch.autograd.Function):
+    """``forward``: what to call. ``geometry``: the four tensors of it. All but q, k and v in as few arguments as can be: apply looks at
+    each."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        starts_q: Tensor,
-        lens_q: Tensor,
-        starts_kv: Tensor,
-        lens_kv: Tensor,
-        single_launch_plan: list[Tensor],
-        *rest: Any,
+        ctx: Any, forward: Any, q: Tensor, k: Tensor, v: Tensor, geometry: tuple[Tensor, ...], plan: list[Tensor], rest: tuple[Any, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        geometry = (starts_q, lens_q, starts_kv, lens_kv)
-        forward: Any = _forward if _is_direct((q, k, v), (*geometry, *single_launch_plan)) else attention_forward
-        out, lse, max_logit = forward(q, k, v, *geometry, single_launch_plan, *rest)
-        ctx.save_for_backward(q, k, v, out, lse, *geometry, *single_launch_plan)
+        out, lse, max_logit = forward(q, k, v, *geometry, plan, *rest)
+        ctx.save_for_backward(q, k, v, out, lse, *geometry, *plan)
         ctx.rest = rest
         ctx.mark_non_differentiable(lse, max_logit)
         ctx.set_materialize_grads(False)
@@ -217,14 +220,13 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, *tensors = ctx.saved_tensors
-        unused = (None,) * (5 + len(ctx.rest))
         if grads[0] is None:
-            return (None, None, None, *unused)
+            return (None,) * 7
         # With create_graph the op: it refuses a second derivative.
         direct = not torch.is_grad_enabled() and _is_direct((q, k, v, grads[0]), tensors)
         backward: Any = _backward if direct else attention_backward
         dq, dk, dv = backward(grads[0], q, k, v, out, lse, *tensors[:4], tensors[4:], *ctx.rest)
-        return (dq, dk, dv, *unused)
+        return None, dq, dk, dv, None, None, None
 
 
 class _RefuseSecondDerivative(torch.autograd.Function):
@@ -243,7 +245,7 @@ class _RefuseSecondDerivative(torch.autograd.Function):
 
 def _attention_autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, *rest)
+        return _Attention.apply(attention_forward, q, k, v, rest[:4], rest[4], rest[5:])
     return attention_forward(q, k, v, *rest)
 
 

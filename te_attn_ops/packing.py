@@ -37,11 +37,17 @@ class Subsets(NamedTuple):
         return Subsets(self.starts_q, lens_q, self.starts_kv, lens_kv)
 
 
+def _int32(x: Tensor, copy: bool) -> Tensor:
+    if x.dtype != torch.int32:
+        return x.to(torch.int32)
+    return x.clone() if copy else x  # half the host time of to(copy=True)
+
+
 def plain_subsets(cu_seqlens_q: Tensor, cu_seqlens_kv: Tensor, copy: bool) -> Subsets:
     """One policy over plain cu_seqlens, without a kernel of its own. ``copy``: the caller may refill cu_seqlens before what is
     made of them here is read for the last time, in the backward."""
-    starts_q = cu_seqlens_q.to(torch.int32, copy=copy)
-    starts_kv = starts_q if cu_seqlens_kv is cu_seqlens_q else cu_seqlens_kv.to(torch.int32, copy=copy)
+    starts_q = _int32(cu_seqlens_q, copy)
+    starts_kv = starts_q if cu_seqlens_kv is cu_seqlens_q else _int32(cu_seqlens_kv, copy)
     no_lens = starts_q.new_empty(0)
     return Subsets(starts_q.contiguous(), no_lens, starts_kv.contiguous(), no_lens)
 
