@@ -376,12 +376,17 @@ def write_reports(rows: list[dict[str, Any]], path: Path) -> None:
     plot(rows, path.with_suffix(".png"))
 
 
-def merge(path: Path, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """New rows replace those of the same works in an earlier file."""
+def merge(path: Path, command: str, rows: list[dict[str, Any]]) -> tuple[str, list[dict[str, Any]]]:
+    """New rows replace those of the same works in an earlier file; its command stays named beside the new one. What is compared
+    is of one work, and so of one run."""
     before = common.read_json(path)
     works = {row["work"] for row in rows}
     kept = [row for row in before["rows"] if row["work"] not in works] if before else []
-    return kept + rows
+    if before and kept and command not in before["command"].split("; "):
+        command = f"{before['command']}; {command}"
+    elif before and kept:
+        command = before["command"]
+    return command, kept + rows
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -423,12 +428,8 @@ def main(argv: Sequence[str] | None = None) -> None:
             from . import geometry
 
             rows += geometry.run(setup)
-        data = {
-            "device": common.device_name(),
-            "versions": versions,
-            "command": common.command_line(),
-            "rows": merge(out, rows),
-        }
+        command, merged = merge(out, common.command_line(), rows)
+        data = {"device": common.device_name(), "versions": versions, "command": command, "rows": merged}
         common.write_json(out, data)
     if not arguments.warm:
         write_reports(data["rows"], out)

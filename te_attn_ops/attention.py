@@ -137,7 +137,10 @@ def thd_attention(
     scale = operator.index(q.shape[2]) ** -0.5 if softmax_scale is None else _check_scale(softmax_scale)
     if decision.pad_outside:
         q, k, v = (pad_to_width(x, decision.pad_outside) for x in (q, k, v))
-    rest = (decision.single_launch, bound_q, bound_kv, scale, decision.plan)
+    plan = decision.plan
+    if eager and prepared is not None and plan[1] & plans.CONTIGUOUS:
+        plan = _with_runs(plan, prepared, q)
+    rest = (decision.single_launch, bound_q, bound_kv, scale, plan)
     out, lse, max_logit = ops.attend(is_training, q, k, v, subsets, *rest)
     if out.shape[2] != head_dim_v:
         out = out[..., :head_dim_v]
@@ -592,6 +595,15 @@ def _decide(
     outside = numbers[1] if environment.is_tracing() else 0
     plan = plans.encode(flags, numbers[0], 0 if outside else numbers[1], bands, numbers[2:])
     return _Decision(plan, len(bands), routed, single_launch if numbers[0] == plans.SINGLE_LAUNCH else [], outside)
+
+
+def _with_runs(plan: list[int], prepared: PreparedPolicies, q: Tensor) -> list[int]:
+    """The plan with the run of each policy, for kernels that can be told of it by a slice of cu_seqlens."""
+    if prepared.runs is None or ops.is_observed():
+        return plan
+    if q.is_cuda and torch.cuda.is_current_stream_capturing():
+        prepared.note_capture()
+    return plans.with_runs(plan, prepared.runs)
 
 
 _DECISIONS: dict[tuple[Any, ...], _Decision] = {}

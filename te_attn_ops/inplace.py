@@ -45,8 +45,8 @@ class Buffers:
     grads: tuple[Tensor, Tensor, Tensor] | None = None
 
 
-def _launches(batch: Batch, plan: plans.Plan) -> Iterator[tuple[Backend, tuple[Any, ...]]]:
-    """The backend of each launch, and the arguments of :class:`te_attn_ops.backends.base.Call` in their order."""
+def _launches(batch: Batch, plan: plans.Plan) -> Iterator[tuple[Backend, tuple[Any, ...], tuple[int, int] | None]]:
+    """The backend of each launch, the arguments of :class:`te_attn_ops.backends.base.Call` in their order, and its run."""
     if any(backend_by_number(number).reads_lens for number in plan.backends):
         batch.subsets = batch.subsets.with_lens()
     starts_q, lens_q, starts_kv, lens_kv = batch.subsets
@@ -72,15 +72,17 @@ def _launches(batch: Batch, plan: plans.Plan) -> Iterator[tuple[Backend, tuple[A
                 batch.single_launch_plan,
                 plan.has(plans.CONTIGUOUS),
             ),
+            plan.runs[p] if plan.runs else None,
         )
 
 
 def run_forward(batch: Batch, plan: plans.Plan, buffers: Buffers) -> None:
     """Fills the rows of every sequence."""
     is_training, has_gaps = plan.has(plans.TRAINING), plan.has(plans.GAPS)
-    for backend, common in _launches(batch, plan):
+    for backend, common, run in _launches(batch, plan):
         call = ForwardCall(
             *common,
+            run=run,
             first=buffers.out is None,
             has_gaps=has_gaps,
             is_training=is_training,
@@ -94,9 +96,10 @@ def run_forward(batch: Batch, plan: plans.Plan, buffers: Buffers) -> None:
 
 def run_backward(batch: BackwardBatch, plan: plans.Plan, buffers: Buffers) -> None:
     """:func:`run_forward`'s counterpart."""
-    for backend, common in _launches(batch, plan):
+    for backend, common, run in _launches(batch, plan):
         call = BackwardCall(
             *common,
+            run=run,
             has_gaps=plan.has(plans.GAPS),
             first=buffers.grads is None,
             grad_out=batch.grad_out,

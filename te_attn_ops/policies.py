@@ -96,17 +96,33 @@ class PreparedPolicies:
     def num_policies(self) -> int:
         return len(self.policies)
 
+    # What eager calls may rely on beside the fields. A compiled graph sees fields alone: these would make it one batch's.
+    @property
+    def runs(self) -> tuple[tuple[int, int], ...] | None:
+        """(first sequence, number of sequences) of each policy, where they are runs of neighbours and the host knows them."""
+        found: tuple[tuple[int, int], ...] | None = self.__dict__.get("_runs")
+        return found
+
+    def _note(self, runs: tuple[tuple[int, int], ...] | None) -> PreparedPolicies:
+        self.__dict__["_runs"] = runs
+        return self
+
+    def note_capture(self) -> None:
+        """A CUDA graph was captured with :attr:`runs` in it: :func:`refresh_thd_policies` must leave them."""
+        self.__dict__["_runs_captured"] = True
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PreparedPolicies:
         """The same policies on another device, as a data loader's worker hands them on. Single-launch plans are left behind: they
         are made on the device that they are for."""
         if isinstance(device, (torch.dtype, Tensor)):
             raise TypeError(f"device must be a device, got {type(device).__name__}: policies have no floating dtype")
         index = self.policy_index.to(device, non_blocking=non_blocking)
-        return dataclasses.replace(self, policy_index=index, plans=self.plans if index is self.policy_index else [])
+        moved = dataclasses.replace(self, policy_index=index, plans=self.plans if index is self.policy_index else [])
+        return moved._note(self.runs)
 
     def pin_memory(self) -> PreparedPolicies:
         """The same policies in pinned memory, as ``DataLoader(pin_memory=True)`` asks for them."""
-        return dataclasses.replace(self, policy_index=self.policy_index.pin_memory())
+        return dataclasses.replace(self, policy_index=self.policy_index.pin_memory())._note(self.runs)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tells the allocator that a stream other than the one they were made on uses the tensors: ``Tensor.record_stream`` of each."""
@@ -233,14 +249,9 @@ def prepare_thd_policies(
         bands = tuple(policy.band(None).canonical(pack.equal_lengths or equal_lengths) for policy in masks)
         geometry = _PlanGeometry.of(pack, policy_index, bands, **bounds)
         plans = _make_plans(attention, geometry)
-    return PreparedPolicies(
-        policy_index=policy_index,
-        plans=plans,
-        policies=tuple(masks),
-        mutable=mutable,
-        contiguous=not mutable and _is_contiguous(owner),
-        equal_lengths=equal_lengths,
-    )
+    contiguous = not mutable and _is_contiguous(owner)
+    prepared = PreparedPolicies(policy_index, plans, tuple(masks), mutable, contiguous, equal_lengths)
+    return prepared._note(_runs(owner, len(masks)) if contiguous else None)
 
 
 def check_equal_lengths(pack: packing.Packing) -> None:
@@ -494,11 +505,14 @@ def refresh_thd_policies(
             f"{ARGUMENT} was prepared for {prepared.policy_index.shape[0]} sequences, got {fresh.policy_index.shape[0]}: "
             "see pad_packed_batch, and pad_to of what prepare_thd_policies returns"
         )
-    if prepared.contiguous and not (fresh.contiguous or _is_contiguous(fresh.policy_index.tolist())):
-        raise ValueError(
-            f"{ARGUMENT} was prepared with each policy's sequences in one run, which kernels rely on; the new partition has none: "
-            "prepare with mutable=True, or anew"
-        )
+    if prepared.contiguous:
+        owner = fresh.policy_index.tolist()
+        runs = _runs(owner, fresh.num_policies)
+        if not _is_contiguous(owner) or (prepared.__dict__.get("_runs_captured") and runs != prepared.runs):
+            raise ValueError(
+                f"{ARGUMENT} was prepared with each policy's sequences in one run, which kernels and captured graphs rely on; the new "
+                "partition has others: prepare with mutable=True, or anew"
+            )
     pack = packing.make_packing(cu_seqlens_q, cu_seqlens_q, cu_seqlens_kv, cu_seqlens_q_padded, cu_seqlens_kv_padded)
     if fresh.policy_index.shape[0] != cu_seqlens_q.shape[0] - 1:
         raise ValueError(
@@ -509,6 +523,8 @@ def refresh_thd_policies(
     if prepared.plans:
         _refresh_plans(prepared, pack, fresh.policy_index, total_q, total_kv)
     prepared.policy_index.copy_(fresh.policy_index)
+    if prepared.contiguous:
+        prepared._note(runs)
 
 
 def _first_difference(prepared: PreparedPolicies, fresh: PreparedPolicies) -> str:
@@ -536,6 +552,12 @@ def _refresh_plans(
         for tensor, before in written:
             tensor.copy_(before)
         raise
+
+
+def _runs(owner: list[int], num_policies: int) -> tuple[tuple[int, int], ...] | None:
+    """Each policy's first sequence and their number, of a contiguous partition; None where a policy has none."""
+    counts = [owner.count(p) for p in range(num_policies)]
+    return tuple((owner.index(p), count) for p, count in enumerate(counts)) if all(counts) else None
 
 
 def _is_contiguous(owner: list[int]) -> bool:

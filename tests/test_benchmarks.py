@@ -218,6 +218,22 @@ def test_runs_all_and_sums_up(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert {path.name for path in tmp_path.iterdir()} == names
 
 
+def test_works_measured_again_replace_their_rows_and_both_commands_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "mixed.json"
+
+    def write(command: str, *works: tuple[str, float]) -> None:
+        named, rows = mixed.merge(path, command, [{"work": work, "ms": ms} for work, ms in works])
+        common.write_json(path, {"command": named, "rows": rows})
+
+    write("all", ("A", 1.0))
+    write("all", ("A", 1.0), ("B", 2.0))
+    write("B again", ("B", 3.0))
+    write("B again", ("B", 4.0))
+    assert common.read_json(path) == {"command": "all; B again", "rows": [{"work": "A", "ms": 1.0}, {"work": "B", "ms": 4.0}]}
+    write("all", ("A", 5.0), ("B", 6.0))
+    assert common.read_json(path) == {"command": "all", "rows": [{"work": "A", "ms": 5.0}, {"work": "B", "ms": 6.0}]}
+
+
 @pytest.mark.usefixtures("device")
 def test_a_failure_is_told_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

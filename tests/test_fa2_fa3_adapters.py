@@ -383,9 +383,9 @@ class Batch:
         return tuple(sides)  # type: ignore[return-value]
 
     def run(
-        self, backend: Backend, *, first: bool | None = None, has_gaps: bool | None = None, **flags: Any
+        self, backend: Backend, *, first: bool | None = None, has_gaps: bool | None = None, runs: bool = False, **flags: Any
     ) -> dict[str, Tensor]:
-        """Each policy's launch into one set of buffers, poisoned by NaN, then the rows of no sequence."""
+        """Each policy's launch into one set of buffers, poisoned by NaN, then the rows of no sequence. ``runs``: the host knows them."""
         starts_q, lens_q, starts_kv, lens_kv = self._geometry()
         first = len(self.bands) == 1 if first is None else first
         buffers = [torch.full_like(x, NAN) for x in (self.q, self.q, self.k, self.v)]
@@ -410,6 +410,7 @@ class Batch:
                 "single_launch_plan": [],
                 "contiguous_run": False,
                 "first": first,
+                "run": (self.members.index(p), self.members.count(p)) if runs else None,
             }
             return {**call, **flags}
 
@@ -496,6 +497,18 @@ def test_a_run_that_may_have_gaps_takes_entries(has_gaps: bool | None, fake_flas
     batch = Batch([(4, 4), (2, 3), (5, 5)], [0, 0, 1], [CAUSAL, FULL], slack=2)
     batch.check(flash2.Flash2(), contiguous_run=True, has_gaps=has_gaps)
     assert {call["entries"] for call in fake_flash2.emulator.calls} == {9}
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])
+@pytest.mark.parametrize("has_gaps", [False, True])
+def test_a_run_known_to_the_host_is_a_slice(
+    heads: tuple[int, int], has_gaps: bool, fake_flash2: FakeFlash2, fake_aten: FakeAten
+) -> None:
+    """As many entries as the policy has sequences; with gaps, where neighbours do not touch, it says nothing."""
+    batch = _runs(heads)
+    for backend, emulator in ((flash2.Flash2(), fake_flash2.emulator), (torch_flash.TorchFlash(), fake_aten.emulator)):
+        batch.check(backend, contiguous_run=True, runs=True, has_gaps=has_gaps)
+        assert [call["entries"] for call in emulator.calls] == ([15] * 6 if has_gaps else [2, 2, 1] * 2)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)], ids=["mha", "gqa"])

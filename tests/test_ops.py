@@ -388,6 +388,9 @@ def test_a_plan_says_what_was_put_in(bands: tuple[Band, ...], backends: tuple[in
     decoded = plans.decode(tuple(plan))
     assert (decoded.dispatch, decoded.width, decoded.bands, decoded.backends) == (plans.GROUPED, 192, bands, backends)
     assert decoded.has(plans.MAX_LOGIT) and decoded.has(plans.TRAINING) and not decoded.has(plans.DETERMINISTIC)
+    runs = tuple((7 * p, p + 1) for p in range(len(bands)))
+    assert plans.decode(tuple(plans.with_runs(plan, runs))) == decoded._replace(flags=decoded.flags | plans.RUNS, runs=runs)
+    assert decoded.runs == ()
 
 
 @pytest.mark.parametrize(

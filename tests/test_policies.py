@@ -17,6 +17,7 @@ from te_attn_ops import (
 from te_attn_ops.masks import Band
 from te_attn_ops.modules import DotProductAttention
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, PackedCase, build
+from tests.stubs import Stub, fresh_choices, install  # noqa: F401
 
 CU = torch.tensor([0, 4, 8, 12, 16], dtype=torch.int32)
 
@@ -413,3 +414,49 @@ def test_a_refresh_says_which_policy_differs() -> None:
     other[1]["window_size"] = (2, 0)
     with pytest.raises(ValueError, match=r"policy 1 was AttentionPolicy\(.*None.*\), now it is AttentionPolicy\(.*\(2, 0\)"):
         refresh_thd_policies(prepared, other, CU)
+
+
+# ---------------------------------------------------------------------------------------------------------------------- runs
+@pytest.mark.parametrize(
+    ("owner", "runs"),
+    [((0, 0, 1, 1), ((0, 2), (2, 2))), ((1, 0, 0, 0), ((1, 3), (0, 1))), ((0, 1, 0, 1), None), ((0, 0, 0, 0), ((0, 4),))],
+)
+def test_runs_are_known_to_the_host(owner: tuple[int, ...], runs: object) -> None:
+    prepared = prepare_thd_policies(two_policies(owner), CU)
+    assert prepared.runs == runs
+    assert prepared.to("cpu").runs == prepared.runs and prepared.pad_to(5).runs is None
+    assert prepare_thd_policies(two_policies(owner), CU, mutable=True).runs is None
+    if runs is not None and len(set(owner)) == 1:
+        assert prepare_thd_policies(two_policies(owner), CU, keep_empty=True).runs is None, "a policy has no sequence"
+
+
+def test_a_refresh_moves_the_runs_unless_a_graph_was_captured_with_them() -> None:
+    prepared = prepare_thd_policies(two_policies((0, 0, 1, 1)), CU)
+    refresh_thd_policies(prepared, two_policies((0, 1, 1, 1)), CU)
+    assert prepared.runs == ((0, 1), (1, 3)) and prepared.policy_index.tolist() == [0, 1, 1, 1]
+    prepared.note_capture()
+    refresh_thd_policies(prepared, two_policies((0, 1, 1, 1)), torch.tensor([0, 1, 2, 3, 16], dtype=torch.int32))
+    with pytest.raises(ValueError, match="in one run, which kernels and captured graphs rely on; the new partition has others"):
+        refresh_thd_policies(prepared, two_policies((0, 0, 1, 1)), CU)
+    assert prepared.runs == ((0, 1), (1, 3))
+
+
+@pytest.mark.parametrize("refreshed", [False, True])
+def test_kernels_that_use_runs_are_told_of_them(monkeypatch: pytest.MonkeyPatch, refreshed: bool) -> None:
+    """In eager calls, forward and backward; a compiled graph, which other batches will use, holds none."""
+    seen: list[object] = []
+    copying = Stub("flash2", before_forward=lambda call: seen.append(call.run))
+    copying.in_place = False
+    install(monkeypatch, copying)
+    owner, runs = ((0, 1, 1), [(0, 1), (1, 2)]) if refreshed else ((0, 0, 1), [(0, 2), (2, 1)])
+    inputs = build(PackedCase((4, 5, 6), masks=(FULL, CAUSAL), owner=owner))
+    start = prepare_thd_policies(two_policies((0, 0, 1)), inputs.cu_seqlens_q)
+    if refreshed:
+        inputs.attend(thd_attention_policies=start)
+        seen.clear()
+        refresh_thd_policies(start, two_policies(owner), inputs.cu_seqlens_q)
+    testing.assert_matches(inputs.run(thd_attention_policies=start), testing.reference(inputs), inputs)
+    assert seen == runs
+    seen.clear()
+    inputs.attend(torch.compile(thd_attention, fullgraph=True, backend="aot_eager"), thd_attention_policies=start)
+    assert seen == [None, None]

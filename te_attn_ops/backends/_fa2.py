@@ -137,6 +137,9 @@ def make_launch(call: Call) -> Launch:
     own_rows_only = True
     if call.plain_cu_seqlens:
         cu_q, cu_kv = call.starts_q, call.starts_kv
+    elif call.run is not None and not call.has_gaps:
+        first, count = call.run
+        cu_q, cu_kv = (starts[first : first + count + 1] for starts in (call.starts_q, call.starts_kv))
     elif call.contiguous_run and not call.has_gaps:
         cu_q, cu_kv = run_entries(call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv)
     else:

@@ -29,7 +29,8 @@ class Call:
 
     ``plain_cu_seqlens``: one policy and no gaps, so ``starts`` are the cu_seqlens of the very sequences to compute (a tail
     beyond the last one may still exist). ``equal_lengths``: each sequence has as many query as key tokens.
-    ``contiguous_run``: the subset's sequences are one run of neighbours. ``has_gaps``: a sequence may be shorter than its slot.
+    ``contiguous_run``: the subset's sequences are one run of neighbours; ``run``: its first sequence and how many they are, where
+    the host knows. ``has_gaps``: a sequence may be shorter than its slot.
     """
 
     q: Tensor
@@ -49,6 +50,7 @@ class Call:
     single_launch_plan: list[Tensor]
     contiguous_run: bool
     has_gaps: bool = dataclasses.field(kw_only=True, default=True)
+    run: tuple[int, int] | None = dataclasses.field(kw_only=True, default=None)
 
     @property
     def band(self) -> Band:

@@ -403,6 +403,30 @@ def test_capture_and_replay_with_other_contents(backend: str, dispatch: str) -> 
     assert followed >= (2 if is_single_launch(backend) else len(GEOMETRIES))
 
 
+@pytest.mark.parametrize("backend", ["torch_flash", "flash2"])
+def test_a_captured_graph_holds_the_runs_that_it_was_captured_with(backend: str) -> None:
+    """Runs of neighbours are slices of cu_seqlens there: other lengths are followed, other runs are refused."""
+    if get_backend(backend).version() is None:
+        pytest.skip(f"{backend} is not installed")
+    shape = {**SHAPE, "num_gqa_groups": 4}
+    inputs = build(PackedCase((150, 80, 40, 30), tail=20, masks=(CAUSAL, FULL), owner=(0, 0, 0, 1), **shape), "cuda")
+    options = {**forced(inputs, backend), "max_seqlen_q": 256, "max_seqlen_kv": 256}
+    prepared = options["thd_attention_policies"]
+    assert prepared.runs == ((0, 3), (3, 1))
+    testing.assert_matches(inputs.run(**options), testing.reference(inputs), inputs)
+    graph, result = _captured(lambda: inputs.run(**options))
+    for lengths in ((20, 0, 130, 150), (150, 80, 40, 30)):
+        moved = dataclasses.replace(inputs, case=inputs.case.replace(lengths_q=lengths))
+        inputs.cu_seqlens_q.copy_(build(moved.case, "cuda").cu_seqlens_q)
+        refresh_thd_policies(prepared, moved.policies(), inputs.cu_seqlens_q, total_q=inputs.q.shape[0], max_seqlen_q=256)
+        testing.poison_allocator("cuda")
+        graph.replay()
+        torch.cuda.synchronize()
+        testing.assert_matches(result, testing.reference(moved), moved)
+    with pytest.raises(ValueError, match="captured graphs rely on"):
+        refresh_thd_policies(prepared, testing.policy_list((CAUSAL, FULL), (0, 1, 1, 1), "cuda"), inputs.cu_seqlens_q)
+
+
 def test_the_next_batch_is_prepared_on_a_side_stream(backend: str) -> None:
     """While one batch runs, the next one's policies, and its plan, are made on another stream and from memory freed by the last."""
     lengths, owner = GEOMETRIES[0]
