@@ -602,7 +602,7 @@ def _with_runs(plan: list[int], prepared: PreparedPolicies, q: Tensor) -> list[i
     if prepared.runs is None or ops.is_observed():
         return plan
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        prepared.note_capture()
+        prepared._note_capture()
     return plans.with_runs(plan, prepared.runs)
 
 

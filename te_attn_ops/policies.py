@@ -107,7 +107,7 @@ class PreparedPolicies:
         self.__dict__["_runs"] = runs
         return self
 
-    def note_capture(self) -> None:
+    def _note_capture(self) -> None:
         """A CUDA graph was captured with :attr:`runs` in it: :func:`refresh_thd_policies` must leave them."""
         self.__dict__["_runs_captured"] = True
 

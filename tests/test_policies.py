@@ -434,7 +434,7 @@ def test_a_refresh_moves_the_runs_unless_a_graph_was_captured_with_them() -> Non
     prepared = prepare_thd_policies(two_policies((0, 0, 1, 1)), CU)
     refresh_thd_policies(prepared, two_policies((0, 1, 1, 1)), CU)
     assert prepared.runs == ((0, 1), (1, 3)) and prepared.policy_index.tolist() == [0, 1, 1, 1]
-    prepared.note_capture()
+    prepared._note_capture()
     refresh_thd_policies(prepared, two_policies((0, 1, 1, 1)), torch.tensor([0, 1, 2, 3, 16], dtype=torch.int32))
     with pytest.raises(ValueError, match="in one run, which kernels and captured graphs rely on; the new partition has others"):
         refresh_thd_policies(prepared, two_policies((0, 0, 1, 1)), CU)
