@@ -578,11 +578,13 @@ def _decide(
             environment.STATE.generation,
         )
 
-    # Runs of neighbours are read and told only where a kernel makes use of them: Dynamo guards what is read.
-    recorded = not environment.is_tracing() and selection.is_recording()
-    numbers = choose(flags | (plans.CONTIGUOUS if recorded and prepared is not None and prepared.contiguous else 0))
-    if prepared is not None and selection.uses_runs(numbers[2:]) and prepared.contiguous:
-        numbers = choose(flags | plans.CONTIGUOUS)
+    # Runs of neighbours touch only without gaps. Dynamo guards what is read: there, only where a kernel makes use of them.
+    tracing, may_be_runs = environment.is_tracing(), prepared is not None and len(bands) > 1 and not pack.has_gaps
+    told = not tracing and may_be_runs and prepared.contiguous  # type: ignore[union-attr]
+    numbers = choose(flags | plans.CONTIGUOUS if told else flags)
+    if may_be_runs and selection.uses_runs(numbers[2:]) and prepared.contiguous:  # type: ignore[union-attr]
+        if tracing:
+            numbers = choose(flags | plans.CONTIGUOUS)
         if numbers[0] == plans.PADDED and selection.uses_runs(numbers[2:]):
             flags |= plans.CONTIGUOUS
     if pack.has_gaps:
@@ -599,11 +601,12 @@ def _decide(
 
 def _with_runs(plan: list[int], prepared: PreparedPolicies, q: Tensor) -> list[int]:
     """The plan with the run of each policy, for kernels that can be told of it by a slice of cu_seqlens."""
-    if prepared.runs is None or ops.is_observed():
+    runs = prepared.runs
+    if runs is None or ops.is_observed():
         return plan
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        prepared._note_capture()
-    return plans.with_runs(plan, prepared.runs)
+        policy_module.note_capture(prepared)
+    return plans.with_runs(plan, runs)
 
 
 _DECISIONS: dict[tuple[Any, ...], _Decision] = {}

@@ -79,12 +79,12 @@ def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Ten
 
 
 def _tighten(batch: Batch) -> None:
-    """No sequence has more tokens than there are rows: a loose bound costs idle thread blocks. In steps, for kernels built per bound."""
-    rows_q, rows_kv = batch.q.shape[0], batch.k.shape[0]
-    if batch.max_seqlen_q > rows_q:
-        batch.max_seqlen_q = min(batch.max_seqlen_q, seqlen_bucket(rows_q))
-    if batch.max_seqlen_kv > rows_kv:
-        batch.max_seqlen_kv = min(batch.max_seqlen_kv, seqlen_bucket(rows_kv))
+    """No sequence has more tokens than there are rows: a loose bound costs idle thread blocks. In steps, for kernels built per bound;
+    one cap for both sides, for which of the two is larger decides what a kernel takes."""
+    rows = max(batch.q.shape[0], batch.k.shape[0])
+    if max(batch.max_seqlen_q, batch.max_seqlen_kv) > rows:
+        cap = seqlen_bucket(rows)
+        batch.max_seqlen_q, batch.max_seqlen_kv = min(batch.max_seqlen_q, cap), min(batch.max_seqlen_kv, cap)
 
 
 def _nothing_to_do(batch: Batch) -> bool:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import packing
 from .checks import check_bool, check_int
@@ -96,20 +97,12 @@ class PreparedPolicies:
     def num_policies(self) -> int:
         return len(self.policies)
 
-    # What eager calls may rely on beside the fields. A compiled graph sees fields alone: these would make it one batch's.
     @property
     def runs(self) -> tuple[tuple[int, int], ...] | None:
-        """(first sequence, number of sequences) of each policy, where they are runs of neighbours and the host knows them."""
-        found: tuple[tuple[int, int], ...] | None = self.__dict__.get("_runs")
-        return found
-
-    def _note(self, runs: tuple[tuple[int, int], ...] | None) -> PreparedPolicies:
-        self.__dict__["_runs"] = runs
-        return self
-
-    def _note_capture(self) -> None:
-        """A CUDA graph was captured with :attr:`runs` in it: :func:`refresh_thd_policies` must leave them."""
-        self.__dict__["_runs_captured"] = True
+        """(first sequence, number of sequences) of each policy, where they are runs of neighbours and the host knows them. For eager
+        calls: no field, for a compiled graph that saw it would be one batch's."""
+        known = _RUNS.get(self.policy_index)
+        return None if known is None else known.each
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PreparedPolicies:
         """The same policies on another device, as a data loader's worker hands them on. Single-launch plans are left behind: they
@@ -117,12 +110,17 @@ class PreparedPolicies:
         if isinstance(device, (torch.dtype, Tensor)):
             raise TypeError(f"device must be a device, got {type(device).__name__}: policies have no floating dtype")
         index = self.policy_index.to(device, non_blocking=non_blocking)
-        moved = dataclasses.replace(self, policy_index=index, plans=self.plans if index is self.policy_index else [])
-        return moved._note(self.runs)
+        if index is self.policy_index:
+            return self
+        _note_runs(index, self.runs)
+        return dataclasses.replace(self, policy_index=index, plans=[])
 
     def pin_memory(self) -> PreparedPolicies:
         """The same policies in pinned memory, as ``DataLoader(pin_memory=True)`` asks for them."""
-        return dataclasses.replace(self, policy_index=self.policy_index.pin_memory())._note(self.runs)
+        index = self.policy_index.pin_memory()
+        if index is not self.policy_index:
+            _note_runs(index, self.runs)
+        return dataclasses.replace(self, policy_index=index)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         """Tells the allocator that a stream other than the one they were made on uses the tensors: ``Tensor.record_stream`` of each."""
@@ -250,8 +248,8 @@ def prepare_thd_policies(
         geometry = _PlanGeometry.of(pack, policy_index, bands, **bounds)
         plans = _make_plans(attention, geometry)
     contiguous = not mutable and _is_contiguous(owner)
-    prepared = PreparedPolicies(policy_index, plans, tuple(masks), mutable, contiguous, equal_lengths)
-    return prepared._note(_runs(owner, len(masks)) if contiguous else None)
+    _note_runs(policy_index, _runs_of(owner, len(masks)) if contiguous else None)
+    return PreparedPolicies(policy_index, plans, tuple(masks), mutable, contiguous, equal_lengths)
 
 
 def check_equal_lengths(pack: packing.Packing) -> None:
@@ -482,6 +480,10 @@ def refresh_thd_policies(
     bounds = {"total_q": total_q, "total_kv": total_kv, "max_seqlen_q": max_seqlen_q, "max_seqlen_kv": max_seqlen_kv}
     if isinstance(policies, PreparedPolicies):
         packing.validate_packed(cu_seqlens_q, cu_seqlens_kv, **slots, **bounds)  # type: ignore[arg-type]
+        if policies.mutable and not prepared.mutable:  # refilled by hand, perhaps
+            for n, p in enumerate(policies.policy_index.tolist()):
+                if not 0 <= p < policies.num_policies:
+                    raise ValueError(f"policy_index[{n}] is {p}, out of range for {policies.num_policies} policies")
         fresh = policies.to(prepared.policy_index.device)
     else:
         prepare = functools.partial(
@@ -507,8 +509,8 @@ def refresh_thd_policies(
         )
     if prepared.contiguous:
         owner = fresh.policy_index.tolist()
-        runs = _runs(owner, fresh.num_policies)
-        if not _is_contiguous(owner) or (prepared.__dict__.get("_runs_captured") and runs != prepared.runs):
+        runs, known = _runs_of(owner, fresh.num_policies), _RUNS.get(prepared.policy_index)
+        if not _is_contiguous(owner) or (known is not None and known.captured and runs != known.each):
             raise ValueError(
                 f"{ARGUMENT} was prepared with each policy's sequences in one run, which kernels and captured graphs rely on; the new "
                 "partition has others: prepare with mutable=True, or anew"
@@ -524,7 +526,7 @@ def refresh_thd_policies(
         _refresh_plans(prepared, pack, fresh.policy_index, total_q, total_kv)
     prepared.policy_index.copy_(fresh.policy_index)
     if prepared.contiguous:
-        prepared._note(runs)
+        _note_runs(prepared.policy_index, runs)
 
 
 def _first_difference(prepared: PreparedPolicies, fresh: PreparedPolicies) -> str:
@@ -554,7 +556,29 @@ def _refresh_plans(
         raise
 
 
-def _runs(owner: list[int], num_policies: int) -> tuple[tuple[int, int], ...] | None:
+class _Runs:
+    """What the host knows of an index's contents: facts of the tensor, whichever policies hold it. ``captured``: a CUDA graph was
+    captured with them in it."""
+
+    def __init__(self, each: tuple[tuple[int, int], ...] | None, captured: bool) -> None:
+        self.each = each
+        self.captured = captured
+
+
+_RUNS: Any = WeakTensorKeyDictionary()
+
+
+def _note_runs(index: Tensor, runs: tuple[tuple[int, int], ...] | None) -> None:
+    known = _RUNS.get(index)
+    _RUNS[index] = _Runs(runs, known is not None and known.captured)
+
+
+def note_capture(prepared: PreparedPolicies) -> None:
+    """A CUDA graph was captured with the runs in it: :func:`refresh_thd_policies` must leave them."""
+    _RUNS[prepared.policy_index].captured = True
+
+
+def _runs_of(owner: list[int], num_policies: int) -> tuple[tuple[int, int], ...] | None:
     """Each policy's first sequence and their number, of a contiguous partition; None where a policy has none."""
     counts = [owner.count(p) for p in range(num_policies)]
     return tuple((owner.index(p), count) for p, count in enumerate(counts)) if all(counts) else None

@@ -109,12 +109,11 @@ def _refusals(name: str, p: AttentionParams, request: Request) -> tuple[str, ...
 
 def _probe_widths(request: Request) -> dict[int, tuple[str, ...]]:
     """The backends to ask at each width: 0 for native, the common padded width where padding would change anything, and for a
-    backend whose kernels want wider steps the next of those."""
+    backend whose kernels want wider steps the next of those. pad_head_dim=True leaves native out where there is another."""
     p = request.params
     names = BACKEND_NAMES if request.backend is None else (request.backend,)
     changes = p.padded_width != min(p.head_dim_qk, p.head_dim_v)
-    # Where the widths are one already, there is nothing that pad_head_dim=True could ask for.
-    widths = {} if request.pad_head_dim is True and changes else {0: names}
+    widths = {0: names}
     if request.pad_head_dim is False:
         return widths
     if changes:
@@ -123,6 +122,8 @@ def _probe_widths(request: Request) -> dict[int, tuple[str, ...]]:
         width = p.padded_to_multiple_of(get_backend(name).width_multiple)
         if width != p.padded_width and get_backend(name).version() is not None:
             widths[width] = (*widths.get(width, ()), name)
+    if request.pad_head_dim is True and len(widths) > 1:
+        widths.pop(0, None)
     return widths
 
 

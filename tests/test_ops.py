@@ -130,6 +130,20 @@ def test_offsets_of_a_subclass_are_unwrapped_before_a_kernel_sees_them(monkeypat
     assert torch.equal(out.a, want) and torch.equal(out.b, want)
 
 
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_a_default_device_is_not_taken_for_the_tensors(dispatch: str) -> None:
+    inputs = build(PackedCase((5, 9, 3), masks=(CAUSAL, FULL), owner=(0, 1, 0), gaps_q=(1, 0, 2), tail=3))
+    options = {"thd_attention_policy_dispatch": dispatch, "sanitize_padding": True}
+    want = inputs.run(**options)
+    prepared = inputs.prepared
+    with torch.device("meta"):
+        got = inputs.run(**options, thd_attention_policies=prepared)
+        with torch.no_grad():
+            assert torch.equal(inputs.attend(**options), want.out)
+    for name in ("out", "lse", "dq", "dk", "dv"):
+        assert torch.equal(getattr(got, name), getattr(want, name)), name
+
+
 def test_a_default_device_keeps_the_short_way(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = build(PackedCase((5, 9, 3)))
     with torch.device("cpu"):
@@ -203,8 +217,12 @@ def test_kernels_get_no_bound_far_beyond_the_rows(dispatch: str, monkeypatch: py
         monkeypatch.setattr(Unfused, name, note)
     inputs = build(PackedCase((5, 9, 3), (400, 1, 2), masks=(CAUSAL, FULL), owner=(0, 1, 0)))
     loose = inputs.run(max_seqlen_q=1 << 24, max_seqlen_kv=1 << 24, thd_attention_policy_dispatch=dispatch)
-    assert seen == {(128, 512)}
+    # One cap for both sides: which of them is larger stays.
+    assert seen == {(512, 512)}
     testing.assert_matches(loose, testing.reference(inputs), inputs)
+    seen.clear()
+    inputs.run(max_seqlen_q=16, max_seqlen_kv=1 << 24, thd_attention_policy_dispatch=dispatch)
+    assert seen == {(16, 512)}
 
 
 @pytest.mark.parametrize("name", ["k", "v"])

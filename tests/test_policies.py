@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import io
+
 import pytest
 import torch
 
 from te_attn_ops import (
     AttentionPolicy,
     PlanSpec,
+    PreparedPolicies,
+    explain,
     pad_packed_batch,
     prepare_thd_policies,
     refresh_thd_policies,
@@ -16,6 +22,7 @@ from te_attn_ops import (
 )
 from te_attn_ops.masks import Band
 from te_attn_ops.modules import DotProductAttention
+from te_attn_ops.policies import note_capture
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, PackedCase, build
 from tests.stubs import Stub, fresh_choices, install  # noqa: F401
 
@@ -434,7 +441,7 @@ def test_a_refresh_moves_the_runs_unless_a_graph_was_captured_with_them() -> Non
     prepared = prepare_thd_policies(two_policies((0, 0, 1, 1)), CU)
     refresh_thd_policies(prepared, two_policies((0, 1, 1, 1)), CU)
     assert prepared.runs == ((0, 1), (1, 3)) and prepared.policy_index.tolist() == [0, 1, 1, 1]
-    prepared._note_capture()
+    note_capture(prepared)
     refresh_thd_policies(prepared, two_policies((0, 1, 1, 1)), torch.tensor([0, 1, 2, 3, 16], dtype=torch.int32))
     with pytest.raises(ValueError, match="in one run, which kernels and captured graphs rely on; the new partition has others"):
         refresh_thd_policies(prepared, two_policies((0, 0, 1, 1)), CU)
@@ -460,3 +467,56 @@ def test_kernels_that_use_runs_are_told_of_them(monkeypatch: pytest.MonkeyPatch,
     seen.clear()
     inputs.attend(torch.compile(thd_attention, fullgraph=True, backend="aot_eager"), thd_attention_policies=start)
     assert seen == [None, None]
+
+
+def copies(prepared: PreparedPolicies) -> dict[str, PreparedPolicies]:
+    file = io.BytesIO()
+    torch.save(prepared, file)
+    file.seek(0)
+    return {
+        "to": prepared.to("cpu"),
+        "copy": copy.copy(prepared),
+        "deepcopy": copy.deepcopy(prepared),
+        "replace": dataclasses.replace(prepared),
+        "saved": torch.load(file),
+    }
+
+
+@pytest.mark.parametrize("name", ["to", "copy", "deepcopy", "replace", "saved"])
+def test_copies_never_rely_on_runs_that_are_no_more(name: str) -> None:
+    """Runs belong to the index: who shares it follows a refresh, who does not keeps its own or knows none."""
+    prepared = prepare_thd_policies(two_policies((0, 0, 1, 1)), CU)
+    other = copies(prepared)[name]
+    assert other.runs in (None, ((0, 2), (2, 2)))
+    refresh_thd_policies(prepared, two_policies((0, 1, 1, 1)), CU)
+    shared = other.policy_index is prepared.policy_index
+    assert other.runs in ([prepared.runs] if shared else [None, ((0, 2), (2, 2))])
+    note_capture(prepared)
+    if shared:
+        with pytest.raises(ValueError, match="captured graphs rely on"):
+            refresh_thd_policies(other, two_policies((0, 0, 1, 1)), CU)
+    else:
+        refresh_thd_policies(other, two_policies((0, 0, 0, 1)), CU)
+
+
+def test_a_refilled_index_is_checked_before_it_goes_where_none_is_refilled() -> None:
+    fixed = prepare_thd_policies(two_policies((0, 0, 1, 1)), CU)
+    refilled = prepare_thd_policies(two_policies((0, 0, 1, 1)), CU, mutable=True)
+    refilled.policy_index.copy_(torch.tensor([0, 7, 1, 1]))
+    with pytest.raises(ValueError, match=r"policy_index\[1\] is 7, out of range for 2 policies"):
+        refresh_thd_policies(fixed, refilled, CU)
+    assert fixed.policy_index.tolist() == [0, 0, 1, 1]
+
+
+def test_gaps_make_no_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neighbours with a gap between them are entries, and are ranked and explained as such."""
+    copying = Stub("flash2", before_forward=lambda call: seen.append((call.run, call.contiguous_run)))
+    copying.in_place = False
+    install(monkeypatch, copying)
+    seen: list[object] = []
+    masks = tuple(Mask("padding", (n, 1)) for n in range(6))
+    inputs = build(PackedCase((3, 4, 5, 6, 7, 8), gaps_q=(1,) * 6, gaps_kv=(1,) * 6, masks=masks, owner=tuple(range(6))))
+    inputs.attend(thd_attention_policy_dispatch="padded")
+    assert set(seen) == {(None, False)}
+    found = explain(inputs.q, inputs.k, inputs.v, **inputs.arguments())
+    assert found.winner is not None and found.winner["dispatch"] == "grouped" and not found.params.contiguous

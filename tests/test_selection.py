@@ -390,6 +390,8 @@ def test_a_backend_with_wider_steps_is_padded_to_its_own(monkeypatch: pytest.Mon
     assert {c.backend for c in found.candidates if c.head_dim_padded} == {"flash4"}
     found = selection.select(selection.Request(params, pad_head_dim=False))
     assert (found.backends, found.head_dim_padded) == (("torch_flash" if training else "flash4",), 0)
+    found = selection.select(selection.Request(params, pad_head_dim=True))
+    assert (found.backends, found.head_dim_padded) == (("flash4",), 96)
     found = selection.select(selection.Request(params, backend="torch_flash", pad_head_dim=True))
     assert (found.backends, found.head_dim_padded) == (("torch_flash",), 0), "widths that are one have nothing to pad"
 

@@ -73,21 +73,22 @@ def _tiles(call: Call) -> Iterator[_Tile]:
 
 
 def _host_tiles(call: Call) -> Iterator[_Tile]:
+    device = call.q.device  # a default device may be another
     geometry = zip(call.starts_q.tolist(), call.seqused_q.tolist(), call.starts_kv.tolist(), call.seqused_kv.tolist())
     for start_q, len_q, start_kv, len_kv in geometry:
         if len_q == 0:
             continue
         heads = call.q.shape[1]
         step = max(1, _SCORE_BUDGET // max(1, heads * len_kv))
-        keys = torch.arange(len_kv)
+        keys = torch.arange(len_kv, device=device)
         for first in range(0, len_q, step):
-            rows = torch.arange(first, min(first + step, len_q))
-            visible = _visible(call.band, rows, keys, torch.tensor(len_q), torch.tensor(len_kv))
+            rows = torch.arange(first, min(first + step, len_q), device=device)
+            visible = _visible(call.band, rows, keys, *torch.tensor([len_q, len_kv], device=device).unbind())
             yield _Tile(
                 (start_q + rows)[None],
-                torch.ones(1, len(rows), dtype=torch.bool),
+                torch.ones(1, len(rows), dtype=torch.bool, device=device),
                 (start_kv + keys)[None],
-                torch.ones(1, len_kv, dtype=torch.bool),
+                torch.ones(1, len_kv, dtype=torch.bool, device=device),
                 visible[None],
             )
 

@@ -51,7 +51,7 @@ def normalize(
     would lose every weight below 2^-8.
     """
     dtype = x.dtype
-    if zero_centered_gamma or weight.dtype != dtype:
+    if zero_centered_gamma or weight.dtype != dtype or (bias is not None and bias.dtype != dtype):
         wide = torch.promote_types(dtype, torch.float32)
         x, weight, bias = x.to(wide), weight.to(wide), None if bias is None else bias.to(wide)
     if zero_centered_gamma:

@@ -355,8 +355,8 @@ class MultiheadAttention(torch.nn.Module):
         Args:
             hidden_states: thd [tokens, hidden], sbhd [s, b, hidden], bshd [b, s, hidden].
             encoder_output: cross-attention: where keys and values come from, in the same layout. Self-attention does not read it.
-            cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: in self-attention None means q's; what is given counts for keys and
-                their rotary positions.
+            cu_seqlens_kv, cu_seqlens_kv_padded: in self-attention None means q's; what is given counts for keys and their rotary
+                positions. max_seqlen_kv: of keys with lengths of their own.
             rotary_pos_emb: angles [positions, 1, 1, width] (:class:`RotaryPositionEmbedding`), or a pair for q and k. In thd,
                 positions start at 0 in each sequence's slot, with gaps or without. float32 or float64.
             is_first_microbatch, fast_zero_fill: accepted and without effect.
@@ -370,6 +370,8 @@ class MultiheadAttention(torch.nn.Module):
                 "attn_mask_type": self.attn_mask_type if attn_mask_type is None else attn_mask_type,
                 "window_size": self.window_size if window_size is None else window_size,
             }
+        own_slots = self.attention_type == "cross" or cu_seqlens_kv_padded is not None
+        slots_kv = cu_seqlens_kv_padded if own_slots else cu_seqlens_q_padded
         core: dict[str, Any] = {
             **mask,
             "bottom_right_diagonal": self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
@@ -377,7 +379,7 @@ class MultiheadAttention(torch.nn.Module):
             "cu_seqlens_q": cu_seqlens_q,
             "cu_seqlens_kv": cu_seqlens_kv,
             "cu_seqlens_q_padded": cu_seqlens_q_padded,
-            "cu_seqlens_kv_padded": cu_seqlens_kv_padded,
+            "cu_seqlens_kv_padded": slots_kv,
             "max_seqlen_q": max_seqlen_q,
             "max_seqlen_kv": max_seqlen_kv,
             "softcap": softcap,
@@ -502,7 +504,6 @@ class MultiheadAttention(torch.nn.Module):
         cu_kv, slots_kv = core["cu_seqlens_kv"], core["cu_seqlens_kv_padded"]
         if self.attention_type == "self":
             cu_kv = cu_q if cu_kv is None else cu_kv
-            slots_kv = slots_q if slots_kv is None else slots_kv
         rows_q, rows_k = (x.shape[1] if self.qkv_format == "bshd" else x.shape[0] for x in (q, k))
         table_q = rotary_table(angles_q, self.qkv_format, rows_q, cu_q, slots_q)
         if self.attention_type == "self" and angles_k is angles_q and cu_kv is cu_q and slots_kv is slots_q:

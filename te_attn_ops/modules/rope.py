@@ -73,10 +73,13 @@ class RotaryPositionEmbedding(torch.nn.Module):
 
     def reset_parameters(self) -> None:
         """Fills the buffer of frequencies again; after ``to_empty`` it ends deferred (meta) initialisation."""
-        dim = 2 * self.inv_freq.shape[0]
-        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=self.inv_freq.device) / dim
         with torch.no_grad():
-            self.inv_freq.copy_(1.0 / self.rotary_base**exponents)
+            self.inv_freq.copy_(self._frequencies(self.inv_freq.device))
+
+    def _frequencies(self, device: torch.device) -> Tensor:
+        dim = 2 * self.inv_freq.shape[0]
+        exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=device) / dim
+        return 1.0 / self.rotary_base**exponents
 
     def forward(self, max_seq_len: int, offset: int = 0) -> Tensor:
         """Angles [max_seq_len, 1, 1, rotated width] of the positions offset, offset + 1, ...
@@ -104,8 +107,9 @@ class RotaryPositionEmbedding(torch.nn.Module):
 def _leave_rounded_out(module: RotaryPositionEmbedding, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """A load_state_dict pre-hook: frequencies of a checkpoint that was cast to 16 bit are left out for the module's own."""
     saved = state_dict.get(f"{prefix}inv_freq")
-    if isinstance(saved, Tensor) and saved.dtype.itemsize < 4:
-        state_dict[f"{prefix}inv_freq"] = module.inv_freq
+    if isinstance(saved, Tensor) and saved.dtype.itemsize < 4 and saved.shape == module.inv_freq.shape:
+        own = module.inv_freq
+        state_dict[f"{prefix}inv_freq"] = module._frequencies(saved.device) if own.is_meta else own
 
 
 def packed_positions(cu_seqlens: Tensor, cu_seqlens_padded: Tensor | None, rows: int) -> Tensor:

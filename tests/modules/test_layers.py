@@ -693,3 +693,23 @@ def test_norms_lose_nothing_of_their_scale(normalization: str, params_dtype: tor
     centered = x.double() - (x.double().mean(1, keepdim=True) if normalization == "LayerNorm" else 0)
     want = centered * (centered.square().mean(1, keepdim=True) + 1e-5).rsqrt() * scale
     torch.testing.assert_close(norm(x).double(), want, rtol=2**-8 * (1 if params_dtype != x.dtype or zero_centered_gamma else 2), atol=1e-6)
+
+
+def test_a_bias_of_another_dtype() -> None:
+    norm = Norm(8, 1e-5, "LayerNorm", device="cpu", dtype=torch.bfloat16)
+    norm.bias = torch.nn.Parameter(torch.randn(8))
+    x = torch.randn(5, 8, dtype=torch.bfloat16)
+    want = torch.nn.functional.layer_norm(x.double(), (8,), norm.weight.double(), norm.bias.double(), 1e-5)
+    torch.testing.assert_close(norm(x).double(), want, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("with_rope", [False, True])
+def test_keys_of_self_attention_take_the_slots_of_q(with_rope: bool) -> None:
+    """Lengths of their own for keys, in q's slots: as if the slots were given twice."""
+    torch.manual_seed(0)
+    layer = TransformerLayer(32, 24, 2, hidden_dropout=0.0, attn_input_format="thd", self_attn_mask_type="padding", device="cpu")
+    x, rope = torch.randn(12, 32), RotaryPositionEmbedding(16, device="cpu")(8) if with_rope else None
+    cu_q, cu_kv, slots = torch.tensor([0, 4, 9]), torch.tensor([0, 3, 5]), torch.tensor([0, 6, 12])
+    call = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv, "cu_seqlens_q_padded": slots, "max_seqlen_q": 5, "max_seqlen_kv": 3}
+    out = layer(x, rotary_pos_emb=rope, **call)
+    torch.testing.assert_close(out, layer(x, rotary_pos_emb=rope, **call, cu_seqlens_kv_padded=slots))

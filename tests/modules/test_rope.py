@@ -173,3 +173,14 @@ def test_positions_read_nothing_on_the_host() -> None:
     angles = RotaryPositionEmbedding(8, device="cpu")(6)
     table = trace_without_sync(lambda a, cu, padded: rotary_table(a, "thd", 15, cu, padded), angles, CU, PADDED)
     assert all(isinstance(t, Tensor) and t.shape == (15, 1, 8) for t in table)
+
+
+def test_a_rounded_checkpoint_ends_deferred_initialisation() -> None:
+    """Assigned to a module on meta, it gives the module's own frequencies, where the checkpoint stands; of another size it is refused."""
+    saved = {name: tensor.bfloat16() for name, tensor in RotaryPositionEmbedding(16).state_dict().items()}
+    with torch.device("meta"):
+        module = RotaryPositionEmbedding(16)
+    module.load_state_dict(saved, assign=True)
+    assert module.inv_freq.device.type == "cpu" and torch.equal(module(300), RotaryPositionEmbedding(16)(300))
+    with pytest.raises(RuntimeError, match="size mismatch for inv_freq"):
+        RotaryPositionEmbedding(8).load_state_dict(saved)
