@@ -93,4 +93,4 @@ matrix-newest:
 	$(MAKE) pytest VENV=build/venv-newest TORCH=torch TESTS='$(or $(TESTS),compile_tests)'
 
 clean:
-	rm -rf .venv demo_out docs/_build docs/_generated build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv demo_out docs/_build build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -333,7 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(report(outcome.path.name, compare(earlier[outcome.name], _read(outcome.path))))
     print(summary(outcomes))
     if out_dir == common.RESULTS:
-        print("python docs/make_tables.py brings the README up to date with these results.")
+        print("python docs/make_tables.py brings the README and the docs up to date with these results.")
     return int(any(outcome.exit_code for outcome in outcomes))
 
 

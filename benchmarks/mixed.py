@@ -382,10 +382,8 @@ def merge(path: Path, command: str, rows: list[dict[str, Any]]) -> tuple[str, li
     before = common.read_json(path)
     works = {row["work"] for row in rows}
     kept = [row for row in before["rows"] if row["work"] not in works] if before else []
-    if before and kept and command not in before["command"].split("; "):
-        command = f"{before['command']}; {command}"
-    elif before and kept:
-        command = before["command"]
+    if before and kept:
+        command = "; ".join(dict.fromkeys([*before["command"].split("; "), command]))
     return command, kept + rows
 
 

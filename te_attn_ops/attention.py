@@ -480,16 +480,11 @@ def _flags(
 _WIDE = 1 << 31
 
 
-def _padded_sizes(q: Tensor, k: Tensor, v: Tensor) -> tuple[int, int]:
-    """Elements of q and of k, padded as a kernel may want them."""
-    head_dim = round_up(max(operator.index(q.shape[2]), operator.index(v.shape[2])), 8)
-    return q.shape[0] * q.shape[1] * head_dim, k.shape[0] * k.shape[1] * head_dim
-
-
 def _is_wide(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a tensor of the call has 2^31 elements or more. An exported graph is taken to have fewer: it may not be bounded by a
-    guard."""
-    size_q, size_k = _padded_sizes(q, k, v)
+    """Whether a tensor of the call, padded as a kernel may want it, has 2^31 elements or more. An exported graph is taken to have
+    fewer: it may not be bounded by a guard."""
+    head_dim = round_up(max(operator.index(q.shape[2]), operator.index(v.shape[2])), 8)
+    size_q, size_k = q.shape[0] * q.shape[1] * head_dim, k.shape[0] * k.shape[1] * head_dim
     if not environment.is_tracing() and type(size_q) is type(size_k) is int:
         return size_q >= _WIDE or size_k >= _WIDE
     if torch.compiler.is_exporting():

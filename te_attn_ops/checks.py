@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 
+import torch
 from torch import Tensor
 
 
@@ -17,6 +18,19 @@ def check_int(name: str, value: object) -> int:
     if isinstance(value, (bool, Tensor)) or not hasattr(value, "__index__"):
         raise TypeError(f"{name} must be an int, got {type(value).__name__} {value!r}")
     return operator.index(value)
+
+
+def check_positive_int(name: str, value: object) -> int:
+    """:func:`check_int` of at least 1."""
+    number = check_int(name, value)
+    if number < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+    return number
+
+
+def check_dtype(name: str, value: object) -> None:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name} must be a torch.dtype, got {type(value).__name__} {value!r}")
 
 
 def check_selection(selection: object) -> None:

@@ -137,8 +137,6 @@ _EXACT = {Tensor}
 _PRE_DISPATCH: Any = torch._C.DispatchKey.PreDispatch
 _VMAP: Any = torch._C._parse_dispatch_key("VmapMode")
 _FAST_EAGER = os.environ.get("TE_ATTN_OPS_DISPATCHER") != "1"
-
-
 _PLAIN_KEYS: set[int] = set()  # the dispatch keys of tensors that were found plain
 
 

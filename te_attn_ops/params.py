@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .checks import check_bool
+from .checks import check_bool, check_dtype
 from .masks import Band
 
 # Bounds of max_seqlen that a choice (and a compiled graph) tells apart. Powers of two and the middle between them: a bound is
@@ -78,8 +78,7 @@ class AttentionParams:
         Raises:
             TypeError, ValueError: naming the field.
         """
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
+        check_dtype("dtype", self.dtype)
         try:
             known = torch.device(self.device_type).type == self.device_type
         except (RuntimeError, TypeError):
@@ -97,9 +96,10 @@ class AttentionParams:
                 raise ValueError(f"{name} must be an int >= 0, got {value!r}")
         if not isinstance(self.bands, tuple) or not self.bands or not all(isinstance(band, Band) for band in self.bands):
             raise TypeError(f"bands must be a non-empty tuple of Band, got {self.bands!r}")
-        for name in ("equal_lengths", "has_gaps", "is_training", "deterministic", "return_max_logit"):
-            check_bool(name, getattr(self, name))
-        for name in ("deterministic_algorithms", "static_membership", "single_launch_plan", "wide_offsets", "contiguous"):
+        for name in (
+            "equal_lengths", "has_gaps", "is_training", "deterministic", "deterministic_algorithms", "return_max_logit",
+            "static_membership", "single_launch_plan", "wide_offsets", "contiguous",
+        ):  # fmt: skip
             check_bool(name, getattr(self, name))
 
     def replace(self, **changes: object) -> AttentionParams:

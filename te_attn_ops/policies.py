@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import packing
-from .checks import check_bool, check_int
+from .checks import check_bool, check_dtype, check_int, check_positive_int
 from .environment import is_tracing
 from .masks import Band, normalize_window, require_padding_mask_type, resolve_mask, warn_once
 
@@ -54,11 +54,9 @@ class PlanSpec:
         Raises:
             TypeError, ValueError: naming the field.
         """
-        if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"dtype must be a torch.dtype, got {type(self.dtype).__name__} {self.dtype!r}")
+        check_dtype("dtype", self.dtype)
         for name in ("num_heads", "num_gqa_groups", "head_dim_qk", "head_dim_v"):
-            if check_int(name, getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            check_positive_int(name, getattr(self, name))
         if self.num_heads % self.num_gqa_groups:
             raise ValueError(f"num_heads must be a multiple of num_gqa_groups, got {self.num_heads} and {self.num_gqa_groups}")
         check_bool("training", self.training)
@@ -248,7 +246,8 @@ def prepare_thd_policies(
         geometry = _PlanGeometry.of(pack, policy_index, bands, **bounds)
         plans = _make_plans(attention, geometry)
     contiguous = not mutable and _is_contiguous(owner)
-    _note_runs(policy_index, _runs_of(owner, len(masks)) if contiguous else None)
+    if contiguous:
+        _note_runs(policy_index, _runs_of(owner, len(masks)))
     return PreparedPolicies(policy_index, plans, tuple(masks), mutable, contiguous, equal_lengths)
 
 
@@ -508,9 +507,11 @@ def refresh_thd_policies(
             "see pad_packed_batch, and pad_to of what prepare_thd_policies returns"
         )
     if prepared.contiguous:
-        owner = fresh.policy_index.tolist()
-        runs, known = _runs_of(owner, fresh.num_policies), _RUNS.get(prepared.policy_index)
-        if not _is_contiguous(owner) or (known is not None and known.captured and runs != known.each):
+        contiguous, runs, known = True, fresh.runs, _RUNS.get(prepared.policy_index)
+        if runs is None:  # there are none, or the host does not know
+            owner = fresh.policy_index.tolist()
+            contiguous, runs = _is_contiguous(owner), _runs_of(owner, fresh.num_policies)
+        if not contiguous or (known is not None and known.captured and runs != known.each):
             raise ValueError(
                 f"{ARGUMENT} was prepared with each policy's sequences in one run, which kernels and captured graphs rely on; the new "
                 "partition has others: prepare with mutable=True, or anew"
@@ -556,13 +557,13 @@ def _refresh_plans(
         raise
 
 
+@dataclass
 class _Runs:
     """What the host knows of an index's contents: facts of the tensor, whichever policies hold it. ``captured``: a CUDA graph was
     captured with them in it."""
 
-    def __init__(self, each: tuple[tuple[int, int], ...] | None, captured: bool) -> None:
-        self.each = each
-        self.captured = captured
+    each: tuple[tuple[int, int], ...] | None
+    captured: bool
 
 
 _RUNS: Any = WeakTensorKeyDictionary()

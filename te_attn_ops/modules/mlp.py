@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..checks import check_int
+from ..checks import check_positive_int
 from .layers import (
     InitMethod,
     check_normalization,
@@ -96,8 +96,7 @@ class LayerNormMLP(torch.nn.Module):
         if unknown:
             raise ValueError(f"activation_params has unknown keys {', '.join(sorted(unknown))} for activation {activation!r}")
         for name, size in (("hidden_size", hidden_size), ("ffn_hidden_size", ffn_hidden_size)):
-            if check_int(name, size) < 1:
-                raise ValueError(f"{name} must be at least 1, got {size}")
+            check_positive_int(name, size)
         self.activation = activation
         self.activation_params = {**_CLAMPED_SWIGLU, **(activation_params or {})}
         self.normalization = check_normalization(normalization)

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..checks import check_int
+from ..checks import check_positive_int
 from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
 from .dot_product_attention import DotProductAttention, check_heads, check_mask_arguments
@@ -206,8 +206,7 @@ class MultiheadAttention(torch.nn.Module):
         self.name = name
         if kv_channels is not None and not hasattr(kv_channels, "__index__"):
             raise TypeError(f"kv_channels must be an int, got {kv_channels!r}; unequal widths come with the MLA arguments")
-        if check_int("hidden_size", hidden_size) < 1:
-            raise ValueError(f"hidden_size must be at least 1, got {hidden_size}")
+        check_positive_int("hidden_size", hidden_size)
         if not kv_channels and self.latent is None and hidden_size % num_attention_heads:
             raise ValueError(
                 f"hidden_size must be a multiple of num_attention_heads where kv_channels is not given, got {hidden_size} and "

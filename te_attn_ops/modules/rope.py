@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..packing import may_read_contents
+from ..packing import derive_max_seqlen, may_read_contents
 from ..rows import row_coordinates
 from .layers import factory_arguments
 from .layouts import check_qkv_format
@@ -168,9 +168,7 @@ def rotary_table(
 
 
 def _check_longest(freqs: Tensor, cu_seqlens: Tensor) -> None:
-    if cu_seqlens.numel() < 2 or not may_read_contents(cu_seqlens):
-        return
-    longest = int(cu_seqlens.diff().max())
+    longest = derive_max_seqlen("max_seqlen", cu_seqlens) if may_read_contents(cu_seqlens) else 0
     if longest > freqs.shape[0]:
         raise ValueError(f"rotary_pos_emb holds {freqs.shape[0]} positions, but the longest sequence has {longest} tokens")
 
