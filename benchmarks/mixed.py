@@ -206,7 +206,8 @@ class Variant(NamedTuple):
 
 
 _ENTRIES = ("raw", "ideal", "grouped_by_hand")  # no public function: nothing changes there for inputs that require grad
-_GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS, _HOST_ROUNDS = 2500.0, (11, 31), 20
+_GRAPHED_BUDGET_MS, _GRAPHED_ROUNDS = 2500.0, (11, 31)
+_HOST_ROUNDS, _QUIET_ROUNDS = 50, 8
 
 
 def measure(s: Setup, timed: list[Variant]) -> list[dict[str, Any]]:
@@ -268,7 +269,8 @@ def _describe(error: Exception) -> str:
 
 
 def _time_host(variants: list[Variant], rows: list[dict[str, Any]]) -> None:
-    """Puts host times of eager forward calls into ``rows``: call after call in short rounds, the fastest of each."""
+    """Puts host times of eager forward calls into ``rows``: call after call in short rounds, the fastest of each, until rounds bring
+    nothing new: another process on the host may slow many of them."""
     calls: dict[tuple[Any, ...], Callable[[], Any]] = {}
     for variant in variants:
         for key, grad in (("host_us", False), ("host_us_grad", True)):
@@ -279,9 +281,13 @@ def _time_host(variants: list[Variant], rows: list[dict[str, Any]]) -> None:
                 call()
                 calls[variant.label["dispatch"], variant.label.get("selection"), key] = call
     best = dict.fromkeys(calls, float("inf"))
+    quiet = 0
     for _ in range(_HOST_ROUNDS):
-        for name, call in calls.items():
-            best[name] = min(best[name], common.time_host(call, repeats=4, rounds=1))
+        times = {name: common.time_host(call, repeats=4, rounds=1) for name, call in calls.items()}
+        quiet = quiet + 1 if all(us > 0.99 * best[name] for name, us in times.items()) else 0
+        best = {name: min(us, best[name]) for name, us in times.items()}
+        if quiet == _QUIET_ROUNDS:
+            break
     for row in rows:
         if row["ms"] is not None and not row["graphed"] and not row["backward"]:
             row.update({key: us for (*name, key), us in best.items() if name == [row["dispatch"], row["selection"]]})

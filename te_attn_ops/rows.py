@@ -130,7 +130,7 @@ def fill_keyless_rows(call: ForwardCall) -> None:
     if uses_triton(out):
         from .kernels import rows as kernels
 
-        (rows, heads, width), num_seqs, device = out.shape, call.lens_q.shape[1], out.get_device()
+        (rows, heads, width), num_seqs, device = out.shape, call.num_seqs, out.get_device()
         args = (out, lse, call.starts_q, call.seqused_q, call.seqused_kv, heads * width, heads, rows, *band_sides(band))
         kind = (out.dtype, device, band.bottom_right)
         kernels.keyless.launch(kind, (num_seqs, _splits(rows), 1), args, (band.bottom_right, _BLOCK), device)
@@ -147,7 +147,7 @@ def fill_unseen_grads(call: BackwardCall) -> None:
     if uses_triton(dq):
         from .kernels import rows as kernels
 
-        rows, num_seqs, device = max(dq.shape[0], dk.shape[0]), call.lens_q.shape[1], dq.get_device()
+        rows, num_seqs, device = max(dq.shape[0], dk.shape[0]), call.num_seqs, dq.get_device()
         geometry = (call.starts_q, call.seqused_q, call.starts_kv, call.seqused_kv)
         args = (dq, dk, dv, *geometry, *_widths(dq, dk, dv), *band_sides(band))
         kind = (dq.dtype, device, band.bottom_right)

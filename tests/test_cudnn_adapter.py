@@ -256,7 +256,7 @@ def _bound_band(one: GraphSpec) -> Band:
 
 def _sequences(call: Any, band: Band) -> list[tuple[slice, slice, Tensor]]:
     found = []
-    for n, (length, other) in enumerate(zip(call.lens_q[0].tolist(), call.lens_kv[0].tolist())):
+    for n, (length, other) in enumerate(zip(call.seqused_q.tolist(), call.seqused_kv.tolist())):
         visible = torch.zeros(length, other, dtype=torch.bool)
         for row, (low, high) in enumerate(iter_rows(band, length, other)):
             visible[row, low:high] = True
@@ -366,9 +366,13 @@ def _batch(lens_q: list[int], lens_kv: list[int], mine: list[bool], gap: int = 2
 @pytest.mark.parametrize("want_max", [False, True])
 @pytest.mark.parametrize("band", BANDS, ids=Band.describe)
 @pytest.mark.parametrize("equal", [False, True])
-def test_stand_in_against_dense(backend: Cudnn, band: Band, equal: bool, want_max: bool) -> None:
-    lens_q, mine = [5, 4, 0, 3, 9, 1], [True, False, True, True, True, True]
-    batch = _batch(lens_q, lens_q if equal else [3, 6, 4, 0, 2, 7], mine)
+@pytest.mark.parametrize("plain", [False, True])
+def test_stand_in_against_dense(backend: Cudnn, band: Band, equal: bool, want_max: bool, plain: bool) -> None:
+    lens_q, mine = [5, 4, 0, 3, 9, 1], [True, plain, True, True, True, True]
+    batch = _batch(lens_q, lens_q if equal else [3, 6, 4, 0, 2, 7], mine, gap=0 if plain else 2)
+    lens = {"q": batch["lens_q"][0].tolist(), "kv": batch["lens_kv"][0].tolist()}
+    if plain:
+        batch |= {"lens_q": torch.empty(0, dtype=torch.int32), "lens_kv": torch.empty(0, dtype=torch.int32), "plain_cu_seqlens": True}
     batch |= {"bands": (band,), "equal_lengths": equal}
     heads, total = 4, batch["q"].shape[0]
     poison = torch.full((total, heads, 8), math.nan)
@@ -401,9 +405,9 @@ def test_stand_in_against_dense(backend: Cudnn, band: Band, equal: bool, want_ma
     grads = tuple(torch.full(batch[name].shape, math.nan) for name in "qkv")
     saved = torch.where(inside[:, None, None], call.out, 0)
     backend.backward(BackwardCall(**batch, grad_out=grad_out, out=saved, lse=call.lse, first=False, _grads=grads))
-    for grad, leaf, starts, lens in zip(grads, (q, k, v), ("q", "kv", "kv"), ("q", "kv", "kv")):
+    for grad, leaf, side in zip(grads, (q, k, v), ("q", "kv", "kv")):
         mask = torch.zeros(leaf.shape[0], dtype=torch.bool)
-        for start, length in zip(batch[f"starts_{starts}"].tolist(), batch[f"lens_{lens}"][0].tolist()):
+        for start, length in zip(batch[f"starts_{side}"].tolist(), lens[side]):
             mask[start : start + length] = True
         torch.testing.assert_close(grad[mask], leaf.grad[mask])  # type: ignore[index]
         assert grad[~mask].isnan().all()

@@ -25,7 +25,8 @@ class Call:
 
     Shapes: q [T_q, H, D_qk], k [T_k, H_kv, D_qk], v [T_k, H_kv, D_v]; the last stride is 1, the others are free (views of a
     packed projection), and rows and base are 16-byte aligned. starts_* [N + 1] and lens_* [P, N] are int32 on the same device.
-    One band, and P = 1, except for a single-launch backend, which gets all P of them at once.
+    One band, and P = 1, except for a single-launch backend, which gets all P of them at once. A backend that says so gets plain
+    cu_seqlens without lens_* ([0]).
 
     ``plain_cu_seqlens``: one policy and no gaps, so ``starts`` are the cu_seqlens of the very sequences to compute (a tail
     beyond the last one may still exist). ``equal_lengths``: each sequence has as many query as key tokens.
@@ -57,13 +58,21 @@ class Call:
         return self.bands[0]
 
     @property
+    def num_seqs(self) -> int:
+        return self.starts_q.shape[0] - 1
+
+    @property
+    def has_lens(self) -> bool:
+        return self.lens_q.dim() == 2
+
+    @property
     def seqused_q(self) -> Tensor:
         """[N] query tokens of each sequence in this subset."""
-        return self.lens_q[0]
+        return self.lens_q[0] if self.has_lens else self.starts_q.diff()
 
     @property
     def seqused_kv(self) -> Tensor:
-        return self.lens_kv[0]
+        return self.lens_kv[0] if self.has_lens else self.starts_kv.diff()
 
 
 @dataclass

@@ -167,7 +167,7 @@ def forward_spec(call: ForwardCall, in_place: bool = False) -> GraphSpec:
     total_kv, heads_kv, width_v = call.v.shape
     strides = (q.stride(), call.k.stride(), call.v.stride(), (heads * width_v, width_v, 1))
     batch, seqlen_q, seqlen_kv, left, right, bottom_right = call_class(
-        call.lens_q.shape[1], call.max_seqlen_q, call.max_seqlen_kv, call.band, call.equal_lengths
+        call.num_seqs, call.max_seqlen_q, call.max_seqlen_kv, call.band, call.equal_lengths
     )
     stats = LSE_IN_PLACE if in_place else LSE_TOKEN_MAJOR if call.max_logit is None else MAX_AND_SUM
     return GraphSpec(
@@ -182,7 +182,7 @@ def backward_spec(call: BackwardCall) -> GraphSpec:
     total_q, heads, width_qk = q.shape
     total_kv, heads_kv, width_v = call.v.shape
     strides = (q.stride(), call.k.stride(), call.v.stride(), call.out.stride(), call.grad_out.stride())
-    num_seqs = call.lens_q.shape[1]
+    num_seqs = call.num_seqs
     batch, seqlen_q, seqlen_kv, left, right, bottom_right = call_class(
         num_seqs, call.max_seqlen_q, call.max_seqlen_kv, call.band, call.equal_lengths
     )
@@ -507,7 +507,8 @@ class Graph:
         self._multipliers = (*strides, *[0] * (MAX_OPERANDS - len(strides)))
         block = min(1024, max(32, 1 << (layout.pitch - 1).bit_length()))
         self._grid = (layout.rows + 2, -(-layout.pitch // block), 1)
-        self._constexprs = (layout.rows_q, layout.rows, layout.wide, block)
+        # By whether the call has lens.
+        self._constexprs = [(layout.rows_q, layout.rows, layout.wide, plain, block) for plain in (True, False)]
         self._uids = range(1, len(strides) + len(self._byte_offsets) + 1)
         self._execute = raw_execute(self._graph, len(self._uids))
 
@@ -516,9 +517,9 @@ class Graph:
         from ..kernels.cudnn_offsets import metadata
 
         buffer = torch.empty(self._words, dtype=torch.int32, device=self._device)
-        lens_q = call.lens_q
-        tables = (call.starts_q, call.starts_kv, lens_q, call.lens_kv, buffer)
-        metadata(self._grid, (*tables, lens_q.shape[1], self._pitch, *self._multipliers), self._constexprs, self._device)
+        tables = (call.starts_q, call.starts_kv, call.lens_q, call.lens_kv, buffer)
+        sizes = (call.num_seqs, self._pitch, *self._multipliers)
+        metadata(self._grid, (*tables, *sizes), self._constexprs[call.has_lens], self._device)
         base = buffer.data_ptr()
         pointers = [tensor.data_ptr() for tensor in tensors]
         pointers += [base + offset for offset in self._byte_offsets]
@@ -561,6 +562,7 @@ class GraphCache:
 class Cudnn(Backend):
     name = "cudnn"
     switches = ("NVTE_FUSED_ATTN",)
+    reads_lens = False
     loads_whole_tiles = True  # not measured; the kernels load through TMA
 
     def __init__(self) -> None:
@@ -760,11 +762,12 @@ def _spread_stats(call: ForwardCall, first: Tensor, second: Tensor) -> None:
 
     rows, heads = first.shape
     band, lse, max_logit = call.band, call.lse, call.max_logit
-    tensors = (lse, lse if max_logit is None else max_logit, first, second, call.starts_q, call.lens_q, call.lens_kv)
+    geometry = (call.starts_q, call.starts_kv, call.lens_q, call.lens_kv)
+    tensors = (lse, lse if max_logit is None else max_logit, first, second, *geometry)
     block = kernels.block_heads(heads)
     row_blocks = -(-max(1, min(call.max_seqlen_q, rows)) // kernels.BLOCK_ROWS)
-    grid = (call.lens_q.shape[1], row_blocks, -(-heads // block))
-    constexprs = (max_logit is not None, band.bottom_right, kernels.BLOCK_ROWS, block)
+    grid = (call.num_seqs, row_blocks, -(-heads // block))
+    constexprs = (max_logit is not None, band.bottom_right, not call.has_lens, kernels.BLOCK_ROWS, block)
     kernels.spread_stats(grid, (*tensors, rows, heads, *band_sides(band)), constexprs, first.device)
 
 

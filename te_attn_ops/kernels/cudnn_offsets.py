@@ -20,11 +20,11 @@ _METADATA_RUNTIME = ["starts_q", "starts_kv", "lens_q", "lens_kv", "out", "num_s
 @triton.jit(do_not_specialize=_METADATA_RUNTIME, do_not_specialize_on_alignment=_METADATA_RUNTIME)
 def metadata_kernel(
     starts_q, starts_kv, lens_q, lens_kv, out, num_seqs, pitch, m0, m1, m2, m3, m4, m5, m6, m7, m8,
-    ROWS_Q: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS_Q: tl.constexpr, ROWS: tl.constexpr, WIDE: tl.constexpr, PLAIN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS rows of ragged offsets (token start * m0, m1, ...; the first ROWS_Q over q, the others over kv), int64 if WIDE, else
     int32; then the lengths of q and of kv, int32. Each row has pitch entries: those after the last sequence repeat the end,
-    and have length 0."""
+    and have length 0. PLAIN: there are no lens, they are the differences of starts."""
     row = tl.program_id(0)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < pitch
@@ -40,28 +40,39 @@ def metadata_kernel(
             tl.store(out + row * pitch + at, offset.to(tl.int32), mask=inside)
     else:
         real = at < num_seqs
-        of_q = tl.load(lens_q + at, mask=real, other=0)
-        of_kv = tl.load(lens_kv + at, mask=real, other=0)
+        if PLAIN:
+            of_q = tl.load(starts_q + at + 1, mask=real, other=0) - tl.load(starts_q + at, mask=real, other=0)
+            of_kv = tl.load(starts_kv + at + 1, mask=real, other=0) - tl.load(starts_kv + at, mask=real, other=0)
+        else:
+            of_q = tl.load(lens_q + at, mask=real, other=0)
+            of_kv = tl.load(lens_kv + at, mask=real, other=0)
         words: tl.constexpr = 2 if WIDE else 1
         base = out + ROWS * pitch * words + (row - ROWS) * pitch
         tl.store(base + at, tl.where(row == ROWS, of_q, of_kv), mask=inside)
 
 
-_SPREAD_RUNTIME = ["lse", "max_logit", "first", "second", "starts", "lens", "others", "rows", "heads", "left", "right"]
+_SPREAD_RUNTIME = [
+    "lse", "max_logit", "first", "second", "starts", "other_starts", "lens", "others", "rows", "heads", "left", "right",
+]  # fmt: skip
 
 
 @triton.jit(do_not_specialize=_SPREAD_RUNTIME, do_not_specialize_on_alignment=_SPREAD_RUNTIME)
 def spread_stats_kernel(
-    lse, max_logit, first, second, starts, lens, others, rows, heads, left, right,
-    HAS_MAX: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    lse, max_logit, first, second, starts, other_starts, lens, others, rows, heads, left, right,
+    HAS_MAX: tl.constexpr, BOTTOM_RIGHT: tl.constexpr, PLAIN: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_HEADS: tl.constexpr,
 ):  # fmt: skip
     """lse [heads, rows] at the rows of a subset, -inf where a row sees no key, from token-major statistics [rows, heads]: the
-    log-sum-exp itself, or the maximum and the sum of exponentials; then max_logit [heads] is raised to the maximum too."""
+    log-sum-exp itself, or the maximum and the sum of exponentials; then max_logit [heads] is raised to the maximum too.
+    PLAIN: as in the metadata."""
     n = tl.program_id(0)
     begin = tl.program_id(1) * BLOCK_ROWS
-    length = tl.load(lens + n)
-    if begin < length:
+    if PLAIN:
+        length = tl.load(starts + n + 1) - tl.load(starts + n)
+        other = tl.load(other_starts + n + 1) - tl.load(other_starts + n)
+    else:
+        length = tl.load(lens + n)
         other = tl.load(others + n)
+    if begin < length:
         row = begin + tl.arange(0, BLOCK_ROWS)
         head = tl.program_id(2) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         diagonal = row
