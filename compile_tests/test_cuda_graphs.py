@@ -19,7 +19,7 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from compile_tests.harness import TORCH_MINOR, counted, inductor_programs
-from te_attn_ops import NoBackendError, PreparedPolicies, execution, ops, plan as plans, testing, thd_attention
+from te_attn_ops import NoBackendError, PreparedPolicies, execution, invalidate, ops, plan as plans, testing, thd_attention
 from te_attn_ops.backends import BACKEND_NAMES, backend_name, get_backend
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, OpSample, PackedCase, PackedInputs, build
 
@@ -247,6 +247,29 @@ def test_a_raw_list_first_seen_during_capture_is_an_error() -> None:
     policies = inputs.policies()
     with pytest.raises(RuntimeError, match="call it before the capture"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         inputs.attend(thd_attention_policies=policies, **BOUNDS)
+
+
+def test_a_captured_raw_list_lives_as_long_as_its_graph() -> None:
+    """The index made of it belongs to nobody else: neither other lists nor a new choice may free what replays read."""
+    inputs = batch(0, True)
+    policies = inputs.policies()
+
+    def step() -> Tensor:
+        out: Tensor = inputs.attend(thd_attention_policies=policies, **BOUNDS)
+        return out
+
+    expected = step().detach().clone()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(80):
+        other = batch(seed, True)
+        other.attend(thd_attention_policies=other.policies(), **BOUNDS)
+    invalidate()
+    testing.poison_allocator("cuda")
+    graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(out, expected)
 
 
 # ------------------------------------------------------------------------------------------------------------------ no sync, no growth

@@ -3,6 +3,7 @@ constant for the graph, the routing, one op."""
 
 from __future__ import annotations
 
+import contextlib
 import math
 import operator
 import weakref
@@ -277,17 +278,23 @@ def _types(window: Any) -> tuple[type, ...]:
 
 
 class _RawLists:
-    """Lists of dicts that were checked before, by the identity and version of their tensors and of cu_seqlens. Keeps no tensor
-    alive, so that a list used under capture needs no sync; one first seen there is an error."""
+    """Lists of dicts that were checked before, by the identity and version of their tensors and of cu_seqlens, so that a list used under
+    capture needs no sync; one first seen there is an error. Keeps no tensor of the caller alive."""
 
     def __init__(self, capacity: int = 64) -> None:
         self._capacity = capacity
         self._entries: OrderedDict[tuple[Any, ...], tuple[tuple[weakref.ref[Tensor], ...], PreparedPolicies]] = OrderedDict()
+        # A CUDA graph reads their indices at every replay, and nobody else holds them: never dropped.
+        self._captured: dict[int, PreparedPolicies] = {}
 
     def prepare(self, policies: PolicyList, pack: packing.Packing) -> PreparedPolicies:
         key, tensors = self._key(policies, pack)
         entry = self._entries.get(key) if key is not None else None
         if entry is not None and all(reference() is tensor for reference, tensor in zip(entry[0], tensors)):
+            with contextlib.suppress(KeyError):  # another thread may just have dropped it
+                self._entries.move_to_end(key)  # type: ignore[arg-type]
+            if pack.cu_seqlens_q.is_cuda and torch.cuda.is_current_stream_capturing():
+                self._captured[id(entry[1])] = entry[1]
             return entry[1]
         prepared = prepare_thd_policies(
             policies,

@@ -15,6 +15,8 @@ from .rows import device_guard, fill_outside_backward, fill_outside_forward
 def kernel_ready(x: Tensor) -> Tensor:
     """A tensor that every kernel can read: last stride 1, base and rows 16-byte aligned, no row repeated by a stride of 0. A view
     that reaches over 2^31 elements of a larger tensor is copied: not every kernel that takes as many itself can address it."""
+    if x.shape[1] == 1 and x.stride(1) != x.shape[2]:  # says nothing, but a graph would be built for it
+        x = x.as_strided(x.shape, (x.stride(0), x.shape[2], x.stride(2)))
     unit = 16 // x.element_size() or 1
     row, head, last = x.stride()
     if last != 1 or row % unit or head % unit or row == 0 or head == 0:

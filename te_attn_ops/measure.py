@@ -373,6 +373,7 @@ class Workload:
             plans.MAX_LOGIT: p.return_max_logit,
             plans.EQUAL_LENGTHS: p.equal_lengths,
             plans.CONTIGUOUS: p.contiguous,
+            plans.GAPS: p.has_gaps,
             plans.PLAIN_CU_SEQLENS: alone,
         }
         return sum(flag for flag, wanted_here in wanted.items() if wanted_here)

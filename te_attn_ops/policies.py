@@ -99,6 +99,8 @@ class PreparedPolicies:
     def runs(self) -> tuple[tuple[int, int], ...] | None:
         """(first sequence, number of sequences) of each policy, where they are runs of neighbours and the host knows them. For eager
         calls: no field, for a compiled graph that saw it would be one batch's."""
+        if self.mutable or not self.contiguous:
+            return None
         known = _RUNS.get(self.policy_index)
         return None if known is None else known.each
 
@@ -107,7 +109,8 @@ class PreparedPolicies:
         are made on the device that they are for."""
         if isinstance(device, (torch.dtype, Tensor)):
             raise TypeError(f"device must be a device, got {type(device).__name__}: policies have no floating dtype")
-        index = self.policy_index.to(device, non_blocking=non_blocking)
+        with torch.inference_mode(False):  # as in prepare_thd_policies
+            index = self.policy_index.to(device, non_blocking=non_blocking)
         if index is self.policy_index:
             return self
         _note_runs(index, self.runs)
@@ -115,7 +118,8 @@ class PreparedPolicies:
 
     def pin_memory(self) -> PreparedPolicies:
         """The same policies in pinned memory, as ``DataLoader(pin_memory=True)`` asks for them."""
-        index = self.policy_index.pin_memory()
+        with torch.inference_mode(False):
+            index = self.policy_index.pin_memory()
         if index is not self.policy_index:
             _note_runs(index, self.runs)
         return dataclasses.replace(self, policy_index=index)

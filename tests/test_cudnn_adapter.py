@@ -85,7 +85,7 @@ UNEQUAL = TRAIN.replace(equal_lengths=False)
         (UNEQUAL.replace(max_seqlen_kv=1024, bands=(Band(64, 0, True),)), 91800, "4096 and 1024"),
         (UNEQUAL.replace(max_seqlen_kv=1024, bands=(Band(64, 0, True),)), 91900, None),
         (UNEQUAL.replace(max_seqlen_kv=1024), 90600, "9.7.0"),
-        (TRAIN.replace(bands=(Band(64, None, True),)), 90900, "bounded on the right"),
+        (TRAIN.replace(bands=(Band(64, None, True),)), 90900, "causal window"),
         (UNEQUAL.replace(bands=(Band(64, 0, True),)), 90900, "9.10.2"),
         (TRAIN.replace(bands=(CAUSAL, Band(64, 64, True))), 91400, "9.14.0"),
         (TRAIN.replace(bands=(Band(64, 0, True),)), 91400, None),

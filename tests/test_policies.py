@@ -13,6 +13,7 @@ from te_attn_ops import (
     AttentionPolicy,
     PlanSpec,
     PreparedPolicies,
+    attention,
     explain,
     pad_packed_batch,
     prepare_thd_policies,
@@ -296,6 +297,25 @@ def test_policies_follow_a_batch_to_its_capacity() -> None:
         inputs.prepared.pad_to(5.0)
     with torch.inference_mode():
         assert not inputs.prepared.pad_to(5).policy_index.is_inference()
+        assert not inputs.prepared.to("meta").policy_index.is_inference()
+
+
+def test_an_index_that_may_change_has_no_runs() -> None:
+    prepared = prepare_thd_policies(testing.policy_list((FULL, CAUSAL), (0, 0, 1, 1), "cpu"), CU)
+    assert prepared.runs == ((0, 2), (2, 2))
+    assert dataclasses.replace(prepared, mutable=True).runs is None
+    assert dataclasses.replace(prepared, contiguous=False).runs is None
+
+
+def test_a_list_in_use_stays_known_beside_many_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    inputs = build(PackedCase((4, 5), masks=(CAUSAL, FULL), owner=(0, 1)))
+    mine, others = inputs.policies(), [inputs.policies() for _ in range(100)]
+    seen: list[object] = []
+    monkeypatch.setattr(attention, "prepare_thd_policies", lambda *args, **kw: (seen.append(args[0]), prepare_thd_policies(*args, **kw))[1])
+    for other in others:
+        inputs.attend(thd_attention_policies=mine)
+        inputs.attend(thd_attention_policies=other)
+    assert sum(policies is mine for policies in seen) == 1
 
 
 def test_an_empty_policy_is_kept_on_request() -> None:

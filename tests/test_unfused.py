@@ -94,3 +94,12 @@ def test_kernel_ready_copies_what_kernels_cannot_read(tensor: torch.Tensor, copi
     ready = execution.kernel_ready(tensor)
     assert torch.equal(ready, tensor) and (ready is not tensor) is copied
     assert ready.stride(2) == 1 and ready.data_ptr() % 16 == 0 and all(stride % 8 == 0 for stride in ready.stride()[:2])
+
+
+def test_the_stride_of_a_lone_head_is_its_width() -> None:
+    """A kernel built per layout would else be built for every number of tokens; PyTorch counts either as contiguous."""
+    base = torch.randn(1, 5, 16).bfloat16()
+    view = base.transpose(0, 1)
+    assert view.is_contiguous() and view.stride(1) == 80
+    ready = execution.kernel_ready(view)
+    assert ready.stride() == (16, 16, 1) and ready.data_ptr() == base.data_ptr() and torch.equal(ready, view)

@@ -299,10 +299,12 @@ def _band_refusals(p: AttentionParams, band: Band, version: int) -> Iterator[str
         yield f"needs max_seqlen_q <= max_seqlen_kv, or cuDNN 9.7.0 or newer, for a bottom-right diagonal, {found}"
     if is_window and longer_q and version < 91900:
         yield f"needs max_seqlen_q <= max_seqlen_kv, or cuDNN 9.19.0 or newer, for a window, {found}"
-    if left is not None and right is None and version < 91002:
-        yield f"needs a window that is bounded on the right too, or cuDNN 9.10.2 or newer, {found}"
-    if left is not None and right is not None and bottom_right and p.sm == 90 and seqlen_q == seqlen_kv and version <= 90900:
-        yield f"needs cuDNN 9.10.2 or newer for a bottom-right window on sm90 with equal max_seqlen, {found}"
+    # Whatever the right side: one that reaches beyond a batch's longest sequence is unbounded there.
+    if left is not None and right != 0 and version < 91002:
+        yield f"needs a causal window, or cuDNN 9.10.2 or newer, {found}"
+    # Known with equal max_seqlen alone, which a batch of fewer tokens makes of unequal ones.
+    if left is not None and right == 0 and bottom_right and p.sm == 90 and version <= 90900:
+        yield f"needs cuDNN 9.10.2 or newer for a bottom-right window on sm90, {found}"
     if left is not None and right != 0 and version == 91400 and p.max_seqlen_kv > 1024:
         yield f"cuDNN 9.14.0 has a known bug in windows that are not causal beyond 1024 keys, {found}"
 

@@ -709,6 +709,8 @@ def _launch_backward(call: BackwardCall, spec: _Spec, kernel: _BackwardKernel, a
     padded_q = (q.shape[0] + (num_seqs + 1) * kernel.tile_q - 1) // kernel.tile_q * kernel.tile_q
     padded_kv = (k.shape[0] + (num_seqs + 1) * kernel.tile_kv - 1) // kernel.tile_kv * kernel.tile_kv
     width_qk, width_v = -(-spec.head_dim_qk // 16) * 16, -(-spec.head_dim_v // 16) * 16
+    if max(padded_q, padded_kv) * max(width_qk, width_v) >= 1 << 31:
+        raise OverflowError(f"cudnn_flex's backward counts in int32: {max(padded_q, padded_kv)} rows are too many for one call")
 
     def new(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.float32, device=spec.device)

@@ -165,6 +165,8 @@ CASES = {
         **{**SHAPE, "num_gqa_groups": 4, "dtype": torch.float16},
     ),
     "mqa": PackedCase((130, 77, 201), gaps_q=(1, 0, 2), **{**SHAPE, "num_gqa_groups": 1}),
+    # Contiguous to PyTorch, although the stride of its head is not head_dim.
+    "one_head": PackedCase((130, 77, 201), layout="transposed", **{**SHAPE, "num_heads": 1, "num_gqa_groups": 1}),
 }
 
 
