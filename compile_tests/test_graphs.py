@@ -6,6 +6,7 @@ A change that stops a pad from being fused, adds a copy or a second op shows as 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -32,6 +33,25 @@ UNEQUAL = SCALAR.replace(head_dim_qk=24, head_dim_v=16)
 def block(q: Tensor, k: Tensor, v: Tensor, **arguments: Any) -> Tensor:
     """Something in front of attention and behind it, with which a pad and a trim can fuse."""
     return thd_attention(q * 1.5, k.cos(), v + 1, **arguments).relu()
+
+
+def projected(x: Tensor, weights: Tensor, output_weight: Tensor, **arguments: Any) -> Tensor:
+    """Attention between matrix products, with which nothing fuses."""
+    heads, widths = UNEQUAL.num_heads, (24, 24, 16)
+    split = torch.nn.functional.linear(x, weights).split([heads * width for width in widths], dim=1)
+    q, k, v = (part.view(-1, heads, width) for part, width in zip(split, widths))
+    return thd_attention(q, k, v, **arguments).flatten(1) @ output_weight
+
+
+def run_projected(backend: Any, pad_head_dim: bool) -> None:
+    inputs = build(UNEQUAL)
+    heads, tokens = UNEQUAL.num_heads, sum(UNEQUAL.lengths_q)
+    torch.manual_seed(0)
+    x, weights, output_weight = (
+        torch.randn(shape, requires_grad=True) for shape in ((tokens, 32), (heads * 64, 32), (heads * 16, 32))
+    )
+    function = torch.compile(projected, fullgraph=True, backend=backend)
+    function(x, weights, output_weight, **inputs.arguments(pad_head_dim=pad_head_dim)).sum().backward()
 
 
 # --------------------------------------------------------------------------------------------------------------- Dynamo's graph
@@ -74,9 +94,7 @@ def test_dynamo_padded_widths() -> None:
     """V alone is narrower, so V alone is padded."""
     expect(dynamo_text(UNEQUAL, pad_head_dim=True), """\
 policy_subsets_default = te_attn_ops.policy_subsets(l_cu_seqlens_q_, l_cu_seqlens_q_, None, None, None, 1)
-v = pad(l_v_, (0, 8), constant, None)
-attention_default = te_attn_ops.attention(l_q_, l_k_, v, *policy_subsets_default, [], 128, 128, 0.2041, [1, 28, 0, 0, -1, 0, 1, 0])
-out_1 = getitem(attention_default[0], (Ellipsis, slice(None, 16, None)))
+attention_default = te_attn_ops.attention(l_q_, l_k_, l_v_, *policy_subsets_default, [], 128, 128, 0.2041, [1, 28, 0, 24, -1, 0, 1, 0])
 """)
 
 
@@ -135,10 +153,11 @@ def test_joint_padded_widths() -> None:
     joint = aot_graphs(UNEQUAL, pad_head_dim=True).joint[0]
     expect(graph_text(joint, "te_attn_ops") + "\n" + graph_text(joint, "constant_pad_nd("), """\
 policy_subsets = te_attn_ops.policy_subsets(primals_4, primals_4, None, None, None, 1)
-attention_forward = te_attn_ops.attention_forward(mul, cos, constant_pad_nd, *policy_subsets, [], 128, 128, 0.2041, [1, 28, 0, 0, -1, 0, 1, 0])
-attention_backward = te_attn_ops.attention_backward(slice_backward, mul, cos, constant_pad_nd, attention_forward[0], attention_forward[1], *policy_subsets, [], 128, 128, 0.2041, [1, 28, 0, 0, -1, 0, 1, 0])
+attention_forward = te_attn_ops.attention_forward(mul, cos, constant_pad_nd, *policy_subsets, [], 128, 128, 0.2041, [1, 28, 0, 24, -1, 0, 1, 0])
+attention_backward = te_attn_ops.attention_backward(constant_pad_nd_1, mul, cos, constant_pad_nd, clone, attention_forward[1], *policy_subsets, [], 128, 128, 0.2041, [1, 28, 0, 24, -1, 0, 1, 0])
 constant_pad_nd = aten.constant_pad_nd(add, [0, 8], 0)
-constant_pad_nd_1 = aten.constant_pad_nd(attention_backward[2], [0, -8])
+constant_pad_nd_1 = aten.constant_pad_nd(threshold_backward, [0, 8], 0)
+constant_pad_nd_2 = aten.constant_pad_nd(attention_backward[2], [0, -8])
 """)
 
 
@@ -156,18 +175,35 @@ def test_the_backward_computes_no_forward_and_no_routing_again() -> None:
     assert [count_calls(graphs.backward[0], name) for name in names] == [0, 0, 1]
 
 
-def test_padding_saves_what_is_saved_without_it_as_wide_as_the_kernel_takes_it() -> None:
-    """V and the attention's output are kept once each, padded: nothing is kept beside them. (q and k have that width already.)"""
+def saved_shapes(graph: torch.fx.GraphModule) -> list[tuple[int, ...]]:
+    """Of the tensors that a forward graph keeps for its backward."""
+    (result,) = (node for node in graph.graph.nodes if node.op == "output")
+    kept = [node.meta["val"] for node in result.args[0][1:]]
+    return [tuple(value.shape) for value in kept if isinstance(value, Tensor)]
+
+
+def test_padding_saves_as_many_tensors_and_v_alone_wider() -> None:
+    """The output is kept once, as the next layer reads it. (q and k have the padded width already.)"""
 
     def saved_widths(pad_head_dim: bool) -> list[int]:
         (forward,) = aot_graphs(UNEQUAL, pad_head_dim=pad_head_dim).forward
-        (result,) = (node for node in forward.graph.nodes if node.op == "output")
-        kept = [node.meta["val"].shape for node in result.args[0][1:]]
-        return sorted(shape[2] for shape in kept if len(shape) == 3)
+        return sorted(shape[2] for shape in saved_shapes(forward) if len(shape) == 3)
 
     q, k, k_before_cos, v, out, out_of_relu = UNEQUAL.head_dim_qk, 24, 24, 16, 16, 16
     assert saved_widths(False) == sorted([q, k, k_before_cos, v, out, out_of_relu])
-    assert saved_widths(True) == sorted([q, k, k_before_cos, 24, 24, out_of_relu])
+    assert saved_widths(True) == sorted([q, k, k_before_cos, 24, out, out_of_relu])
+
+
+def test_padding_between_projections_keeps_one_output() -> None:
+    """The same where matrix products stand around attention: the backward of the one behind it reads the trimmed output too."""
+
+    def saved_elements(pad_head_dim: bool) -> int:
+        graphs = AotGraphs()
+        run_projected(graphs, pad_head_dim)
+        return sum(math.prod(shape) for shape in saved_shapes(graphs.forward[0]) if len(shape) > 1)
+
+    tokens, heads = sum(UNEQUAL.lengths_q), UNEQUAL.num_heads
+    assert saved_elements(True) - saved_elements(False) == tokens * heads * (24 - 16)
 
 
 def test_layers_share_one_routing() -> None:
@@ -245,9 +281,9 @@ kernel(cos_mul)
 te_attn_ops.policy_subsets
 kernel(add_constant_pad_nd)
 te_attn_ops.attention_forward
-kernel(relu_slice_threshold_backward)
+kernel(clone_relu_slice_threshold_backward)
 
-kernel(attention_backward_slice_backward_threshold_backward)
+kernel(attention_backward_constant_pad_nd_threshold_backward)
 te_attn_ops.attention_backward
 kernel(constant_pad_nd_mul_neg_sin)
 """)
@@ -262,12 +298,49 @@ kernel(relu)
 """)
 
 
+@pytest.mark.parametrize("pad_head_dim", [False, True])
+def test_inductor_between_projections(pad_head_dim: bool) -> None:
+    """Behind a product one kernel pads V, and one trims the output for the next product."""
+    programs = inductor_programs(lambda: run_projected("inductor", pad_head_dim))
+    if pad_head_dim:
+        expect_programs(programs, """\
+extern_kernels.mm
+te_attn_ops.policy_subsets
+kernel(constant_pad_nd_split_with_sizes_view)
+te_attn_ops.attention_forward
+kernel(clone_slice)
+extern_kernels.mm
+
+extern_kernels.mm
+kernel(attention_backward_constant_pad_nd_view)
+te_attn_ops.attention_backward
+extern_kernels.mm
+kernel(cat_constant_pad_nd_view)
+extern_kernels.mm
+extern_kernels.mm
+""")
+    else:
+        expect_programs(programs, """\
+extern_kernels.mm
+te_attn_ops.policy_subsets
+te_attn_ops.attention_forward
+extern_kernels.mm
+
+extern_kernels.mm
+te_attn_ops.attention_backward
+extern_kernels.mm
+kernel(cat_view)
+extern_kernels.mm
+extern_kernels.mm
+""")
+
+
 def test_inductor_inference_padded_widths() -> None:
     expect_programs(inference_programs(UNEQUAL, pad_head_dim=True), """\
 te_attn_ops.policy_subsets
 kernel(add_attention_forward_constant_pad_nd_cos_mul)
 te_attn_ops.attention_forward
-kernel(relu_slice)
+kernel(clone_relu_slice)
 """)
 
 

@@ -18,7 +18,6 @@ from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from . import environment, ops, packing, plan as plans, policies as policy_module, rows, selection
 from .checks import check_bool, check_selection
-from .execution import pad_head_dim as pad_to_width
 from .masks import Band, resolve_mask, warn_once
 from .params import SEQLEN_BUCKETS, round_up, seqlen_bucket
 from .policies import DISPATCHES, PreparedPolicies, prepare_thd_policies
@@ -134,17 +133,12 @@ def thd_attention(
     if sanitize_padding is not False:
         check_bool("sanitize_padding", sanitize_padding)
         q, k, v, real_rows = _sanitize(q, k, v, pack)
-    head_dim_v = v.shape[2]
     scale = operator.index(q.shape[2]) ** -0.5 if softmax_scale is None else _check_scale(softmax_scale)
-    if decision.pad_outside:
-        q, k, v = (pad_to_width(x, decision.pad_outside) for x in (q, k, v))
     plan = decision.plan
     if eager and prepared is not None and plan[1] & plans.CONTIGUOUS:
         plan = _with_runs(plan, prepared, q)
     rest = (decision.single_launch, bound_q, bound_kv, scale, plan)
     out, lse, max_logit = ops.attend(is_training, q, k, v, subsets, *rest)
-    if out.shape[2] != head_dim_v:
-        out = out[..., :head_dim_v]
     if sanitize_padding:
         # Selecting once more on the way out keeps a non-finite grad_out of those rows from the backward kernels.
         out = torch.where(real_rows, out, torch.zeros((), dtype=out.dtype, device=out.device))
@@ -514,7 +508,6 @@ class _Decision(NamedTuple):
     num_policies: int
     routed: bool  # by the policies' index; False where one policy holds every sequence
     single_launch: list[Tensor]
-    pad_outside: int  # the width that q, k and v are padded to before the op; 0 for none
 
 
 _Mask = tuple[Any, Any, Any]
@@ -595,10 +588,8 @@ def _decide(
     routed = prepared is not None and (len(bands) > 1 or prepared.mutable)
     if numbers[0] == plans.PADDED and not routed and not pack.has_gaps:
         flags |= plans.PLAIN_CU_SEQLENS
-    # Outside the op Inductor may fuse the pad into the producer; in eager the op pads inside, and autograd saves less.
-    outside = numbers[1] if environment.is_tracing() else 0
-    plan = plans.encode(flags, numbers[0], 0 if outside else numbers[1], bands, numbers[2:])
-    return _Decision(plan, len(bands), routed, single_launch if numbers[0] == plans.SINGLE_LAUNCH else [], outside)
+    plan = plans.encode(flags, numbers[0], numbers[1], bands, numbers[2:])
+    return _Decision(plan, len(bands), routed, single_launch if numbers[0] == plans.SINGLE_LAUNCH else [])
 
 
 def _with_runs(plan: list[int], prepared: PreparedPolicies, q: Tensor) -> list[int]:

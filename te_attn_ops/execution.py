@@ -31,7 +31,7 @@ def pad_head_dim(x: Tensor, width: int) -> Tensor:
     return x if width in (0, x.shape[-1]) else F.pad(x, (0, width - x.shape[-1]))
 
 
-def _trim(x: Tensor, width: int) -> Tensor:
+def trim_head_dim(x: Tensor, width: int) -> Tensor:
     return x if x.shape[-1] == width else x[..., :width].contiguous()
 
 
@@ -55,7 +55,7 @@ def forward(batch: Batch, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:
             run = grouping.forward if decoded.dispatch == plans.GROUPED else run_forward
             run(batch, decoded, buffers)
             assert buffers.out is not None and buffers.lse is not None
-            out, lse = _trim(buffers.out, head_dim_v), buffers.lse
+            out, lse = trim_head_dim(buffers.out, head_dim_v), buffers.lse
             fill_outside_forward(out, lse, batch.subsets.starts_q, batch.subsets.lens_q)
     # An absent output is an empty tensor of its own: no output may alias another.
     return out, lse, q.new_empty(0, dtype=torch.float32) if buffers.max_logit is None else buffers.max_logit
@@ -75,7 +75,7 @@ def backward(batch: BackwardBatch, plan: list[int]) -> tuple[Tensor, Tensor, Ten
         run = grouping.backward if decoded.dispatch == plans.GROUPED else run_backward
         run(batch, decoded, buffers)
         assert buffers.grads is not None
-        dq, dk, dv = (_trim(grad, x.shape[2]) for grad, x in zip(buffers.grads, (q, k, v)))
+        dq, dk, dv = (trim_head_dim(grad, x.shape[2]) for grad, x in zip(buffers.grads, (q, k, v)))
         fill_outside_backward(dq, dk, dv, *batch.subsets)
     return dq, dk, dv
 

@@ -9,6 +9,7 @@ Registered with define/impl: a third to a seventh of the host time of ``custom_o
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -193,11 +194,25 @@ def attend(
     """The op ``attention`` if ``is_training``, else ``attention_forward``. In plain eager mode without the dispatcher, whose two
     trips with Python kernels take 20 us and more of a call's host time."""
     if not _is_direct((q, k, v), (*geometry, *plan)):
-        return (attention if is_training else attention_forward)(q, k, v, *geometry, plan, *rest)
+        if is_training:
+            return attention(q, k, v, *geometry, plan, *rest)
+        return _trimmed_forward(v.shape[2], *_padded(q, k, v, rest[-1]), *geometry, plan, *rest)
     if not is_training:
         return _forward(q, k, v, *geometry, plan, *rest)
     # What Function.apply does where functorch has no part in it.
     return super(torch.autograd.Function, _Attention).apply(_forward, q, k, v, geometry, plan, rest)
+
+
+def _padded(q: Tensor, k: Tensor, v: Tensor, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """To the plan's width by ops of their own, which Inductor fuses into what produces q, k and v. In plain eager mode
+    ``attention_forward`` pads by itself, and autograd saves less."""
+    width = plan[plans.WIDTH]
+    return execution.pad_head_dim(q, width), execution.pad_head_dim(k, width), execution.pad_head_dim(v, width)
+
+
+def _trimmed_forward(head_dim_v: int, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, max_logit = attention_forward(*args)
+    return execution.trim_head_dim(out, head_dim_v), lse, max_logit
 
 
 class _Attention(torch.autograd.Function):
@@ -223,7 +238,9 @@ class _Attention(torch.autograd.Function):
         # With create_graph the op: it refuses a second derivative.
         direct = not torch.is_grad_enabled() and _is_direct((q, k, v, grads[0]), tensors)
         backward: Any = _backward if direct else attention_backward
-        dq, dk, dv = backward(grads[0], q, k, v, out, lse, *tensors[:4], tensors[4:], *ctx.rest)
+        # Out was saved as the next layer reads it, and is padded again in the op: no second copy of it is kept.
+        grad_out = execution.pad_head_dim(grads[0], v.shape[2])
+        dq, dk, dv = backward(grad_out, q, k, v, out, lse, *tensors[:4], tensors[4:], *ctx.rest)
         return None, dq, dk, dv, None, None, None
 
 
@@ -243,7 +260,8 @@ class _RefuseSecondDerivative(torch.autograd.Function):
 
 def _attention_autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(attention_forward, q, k, v, rest[:4], rest[4], rest[5:])
+        forward = functools.partial(_trimmed_forward, v.shape[2])
+        return _Attention.apply(forward, *_padded(q, k, v, rest[-1]), rest[:4], rest[4], rest[5:])
     return attention_forward(q, k, v, *rest)
 
 

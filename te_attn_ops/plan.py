@@ -18,6 +18,7 @@ from .masks import Band
 
 ABI = 1
 HEADER = 4
+WIDTH = 3  # where the width to pad to stands
 PER_POLICY = 4
 
 DETERMINISTIC = 1
