@@ -123,6 +123,13 @@ def test_max_seqlen_compiles_once_per_bucket(dynamic: bool | None) -> None:
     assert after[-1] <= (3 if dynamic else 4)
 
 
+def test_a_bound_beyond_the_largest_bucket_compiles() -> None:
+    inputs = build(BASE)
+    function, _ = counted(dynamic=True)
+    for value in (SEQLEN_BUCKETS[-1] + 1, 10**9):
+        assert torch.equal(inputs.attend(function, max_seqlen_q=value, max_seqlen_kv=value), inputs.attend())
+
+
 def test_a_graph_gets_the_buckets_bound_not_the_value() -> None:
     """Or a batch inside a bucket would record another CUDA graph."""
     bounds: list[Any] = []

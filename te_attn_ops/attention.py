@@ -370,7 +370,7 @@ def _traced_bucket(length: Any) -> int:
         if guard_or_false(length <= bound):
             return bound
     if guard_or_false(length > SEQLEN_BUCKETS[-1]):
-        return round_up(length, SEQLEN_BUCKETS[-1])
+        return round_up(operator.index(length), SEQLEN_BUCKETS[-1])  # a symbolic one cannot enter a constant function
     return SEQLEN_BUCKETS[-1]  # a value that is not known while tracing
 
 

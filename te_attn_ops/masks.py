@@ -106,6 +106,9 @@ def require_padding_mask_type(attn_mask_type: object, argument: str = "attn_mask
     return name
 
 
+_WIDEST = 1 << 30  # beyond every sequence, and small enough to add to a position
+
+
 def normalize_window(window_size: object, argument: str = "window_size") -> tuple[int, int] | None:
     """``(left, right)`` as plain ints, -1 for unbounded; None stays None."""
     if window_size is None:
@@ -120,7 +123,7 @@ def normalize_window(window_size: object, argument: str = "window_size") -> tupl
         raise TypeError(f"{argument} must hold ints, got {window_size!r}") from None
     if left < -1 or right < -1:
         raise ValueError(f"{argument}={window_size!r}: each side must be -1 (unbounded) or a number of tokens >= 0")
-    return left, right
+    return min(left, _WIDEST), min(right, _WIDEST)
 
 
 def resolve_mask(

@@ -113,11 +113,11 @@ def make_packing(
     check_cu_seqlens("cu_seqlens_q", cu_seqlens_q, like)
     if cu_seqlens_kv is not cu_seqlens_q:
         check_cu_seqlens("cu_seqlens_kv", cu_seqlens_kv, like)
-        _require_same_length("cu_seqlens_kv", cu_seqlens_kv, "cu_seqlens_q", cu_seqlens_q)
+        require_same_length("cu_seqlens_kv", cu_seqlens_kv, "cu_seqlens_q", cu_seqlens_q)
     for side, plain, slots in (("q", cu_seqlens_q, packing.slots_q), ("kv", cu_seqlens_kv, packing.slots_kv)):
         if slots is not plain:
             check_cu_seqlens(f"cu_seqlens_{side}_padded", slots, like)
-            _require_same_length(f"cu_seqlens_{side}_padded", slots, f"cu_seqlens_{side}", plain)
+            require_same_length(f"cu_seqlens_{side}_padded", slots, f"cu_seqlens_{side}", plain)
     return packing
 
 
@@ -135,7 +135,7 @@ def trusted_packing(
     return Packing(cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, has_gaps, cu_seqlens_kv is cu_seqlens_q)
 
 
-def _require_same_length(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+def require_same_length(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
     if tensor.shape[0] != other.shape[0]:
         raise ValueError(
             f"{name} must have as many entries as {other_name}, one per sequence and one more: got {tensor.shape[0]} and {other.shape[0]}"
@@ -365,7 +365,7 @@ def pad_packed_batch(
     slots = cu_seqlens
     if cu_seqlens_padded is not None:
         slots = check_cu_seqlens("cu_seqlens_padded", cu_seqlens_padded, cu_seqlens, "cu_seqlens")
-        _require_same_length("cu_seqlens_padded", slots, "cu_seqlens", cu_seqlens)
+        require_same_length("cu_seqlens_padded", slots, "cu_seqlens", cu_seqlens)
     num_tokens, num_sequences = check_int("num_tokens", num_tokens), check_int("num_sequences", num_sequences)
     fill_policy = check_int("fill_policy", fill_policy)
     rows, count = (tensors[0].shape[0] if tensors else num_tokens), cu_seqlens.shape[0] - 1

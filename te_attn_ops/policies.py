@@ -338,6 +338,7 @@ def _route(ids: list[list[int]], num_seqs: int) -> list[int]:
 
 
 def bands_of(prepared: PreparedPolicies, default_bottom_right: bool | None) -> tuple[Band, ...]:
+    check_bool("bottom_right_diagonal", default_bottom_right, or_none=True)
     return tuple(policy.band(default_bottom_right) for policy in prepared.policies)
 
 
@@ -384,7 +385,7 @@ def _specs(attention: Any) -> list[PlanSpec]:
     specs = []
     for item in attention if isinstance(attention, (list, tuple, torch.nn.ModuleList)) else [attention]:
         spec = item if isinstance(item, PlanSpec) else getattr(item, "plan_spec", None)
-        if spec is None:
+        if spec is None or isinstance(item, type):
             raise TypeError(
                 f"attention must be a PlanSpec, a module with a plan_spec() method (an attention or a layer of this package), or a list "
                 f"of these; got {type(item).__name__}"

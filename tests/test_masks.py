@@ -6,8 +6,9 @@ import itertools
 import warnings
 
 import pytest
+import torch
 
-from te_attn_ops import masks, testing
+from te_attn_ops import masks, testing, thd_attention
 from te_attn_ops.masks import Band, normalize_mask_type, normalize_window, require_padding_mask_type, resolve_mask
 from te_attn_ops.testing import Mask
 
@@ -95,6 +96,14 @@ def test_window_that_is_no_pair(window: object) -> None:
 def test_window_of_other_things_than_ints(window: object) -> None:
     with pytest.raises(TypeError, match="window_size must hold ints, got"):
         normalize_window(window)
+
+
+def test_a_window_beyond_every_sequence_can_be_added_to_a_position() -> None:
+    assert normalize_window((2**64, 2**63 - 1)) == (2**30, 2**30)
+    q, cu = torch.randn(9, 1, 8), torch.tensor([0, 4, 9])
+    full = thd_attention(q, q, q, cu, attn_mask_type="padding")
+    for window in ((2**63 - 1, 2**63 - 1), (-1, 2**64)):
+        assert torch.equal(thd_attention(q, q, q, cu, attn_mask_type="padding", window_size=window), full)
 
 
 @pytest.mark.parametrize("window", [(-2, 0), (0, -2), (-5, -5)])

@@ -190,6 +190,8 @@ class DotProductAttention(torch.nn.Module):
             score_mod_tensors=score_mod_tensors,
             score_mod_bprop_tensors=score_mod_bprop_tensors,
         )
+        check_bool("checkpoint_core_attention", checkpoint_core_attention)
+        check_bool("pad_between_seqs", pad_between_seqs, or_none=True)
         qkv_format = self.qkv_format if qkv_format is None else check_qkv_format(qkv_format)
         q, k, v = unpack_projection(query_layer, key_layer, value_layer, qkv_layer, kv_layer, qkv_interleave_dim, qkv_format)
         self._check_shapes(q, k, v, qkv_format)

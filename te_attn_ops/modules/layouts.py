@@ -141,6 +141,9 @@ def pack_dense(
         cu_seqlens_kv = cu_seqlens_q
     if cu_seqlens_kv is cu_seqlens_q and len_q != len_kv:
         raise ValueError(f"cu_seqlens_kv is needed where queries and keys have {len_q} and {len_kv} rows a sample")
+    for name, cu_seqlens in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if isinstance(cu_seqlens, Tensor) and cu_seqlens.dim() == 1 and cu_seqlens.shape[0] != count + 1:
+            raise ValueError(f"{name} must have {count + 1} entries for a batch of {count}, got {cu_seqlens.shape[0]}")
     max_seqlen_q = len_q if max_seqlen_q is None else max_seqlen_q
     max_seqlen_kv = len_kv if max_seqlen_kv is None else max_seqlen_kv
     return PackedInputs(q, k, v, cu_seqlens_q, cu_seqlens_kv, slots_q, slots_kv, max_seqlen_q, max_seqlen_kv)

@@ -40,6 +40,8 @@ def latent_sizes(**sizes: int | None) -> LatentSizes | None:
     for name, size in sizes.items():
         if size is not None and size < (0 if name == "qk_nope_head_dim" else 1):
             raise ValueError(f"{name} must be at least {0 if name == 'qk_nope_head_dim' else 1}, got {size}")
+    if sizes["qk_rope_head_dim"] % 2:  # type: ignore[operator]
+        raise ValueError(f"qk_rope_head_dim must be even, got {sizes['qk_rope_head_dim']}")
     return LatentSizes(**sizes)  # type: ignore[arg-type]
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..checks import check_positive_int
+from ..packing import make_packing
 from ..policies import PlanSpec, PreparedPolicies
 from .checkpointing import check_mode, run_checkpointed
 from .dot_product_attention import DotProductAttention, check_heads, check_mask_arguments
@@ -369,8 +370,8 @@ class MultiheadAttention(torch.nn.Module):
                 "attn_mask_type": self.attn_mask_type if attn_mask_type is None else attn_mask_type,
                 "window_size": self.window_size if window_size is None else window_size,
             }
-        own_slots = self.attention_type == "cross" or cu_seqlens_kv_padded is not None
-        slots_kv = cu_seqlens_kv_padded if own_slots else cu_seqlens_q_padded
+        same_slots = self.attention_type == "self" or cu_seqlens_kv is cu_seqlens_q
+        slots_kv = cu_seqlens_q_padded if cu_seqlens_kv_padded is None and same_slots else cu_seqlens_kv_padded
         core: dict[str, Any] = {
             **mask,
             "bottom_right_diagonal": self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
@@ -498,11 +499,15 @@ class MultiheadAttention(torch.nn.Module):
         self, rotary_pos_emb: RotaryAngles, q: Tensor, k: Tensor, core: dict[str, Any]
     ) -> tuple[RotaryTable, RotaryTable]:
         """For the rows of q and of k; one table where both are the same rows."""
+        if isinstance(rotary_pos_emb, tuple) and len(rotary_pos_emb) != 2:
+            raise ValueError(f"rotary_pos_emb must be a tensor or a pair of them, got {len(rotary_pos_emb)}")
         angles_q, angles_k = rotary_pos_emb if isinstance(rotary_pos_emb, tuple) else (rotary_pos_emb, rotary_pos_emb)
         cu_q, slots_q = core["cu_seqlens_q"], core["cu_seqlens_q_padded"]
         cu_kv, slots_kv = core["cu_seqlens_kv"], core["cu_seqlens_kv_padded"]
         if self.attention_type == "self":
             cu_kv = cu_q if cu_kv is None else cu_kv
+        if self.qkv_format == "thd" and cu_q is not None and cu_kv is not None:
+            make_packing(q, cu_q, cu_kv, slots_q, slots_kv)  # before positions are made of them
         rows_q, rows_k = (x.shape[1] if self.qkv_format == "bshd" else x.shape[0] for x in (q, k))
         table_q = rotary_table(angles_q, self.qkv_format, rows_q, cu_q, slots_q)
         if self.attention_type == "self" and angles_k is angles_q and cu_kv is cu_q and slots_kv is slots_q:
@@ -514,7 +519,8 @@ class MultiheadAttention(torch.nn.Module):
             f"hidden_size={self.hidden_size}, num_attention_heads={self.num_attention_heads}, "
             f"num_gqa_groups={self.num_gqa_groups}, attention_type={self.attention_type!r}"
         )
-        for name in ("qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "activation_checkpointing"):
+        flags = ("qkv_weight_interleaved", "rotary_pos_interleaved", "qk_norm_before_rope", "activation_checkpointing")
+        for name in ("window_size", "bottom_right_diagonal", *flags):
             if getattr(self, name):
                 text += f", {name}={getattr(self, name)!r}"
         return text

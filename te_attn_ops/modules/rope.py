@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..packing import derive_max_seqlen, may_read_contents
+from ..packing import check_cu_seqlens, derive_max_seqlen, may_read_contents, require_same_length
 from ..rows import row_coordinates
 from .layers import factory_arguments
 from .layouts import check_qkv_format
@@ -144,8 +144,8 @@ def rotary_table(
     for name, value in (("rotary_pos_emb", freqs), ("cu_seqlens_q or cu_seqlens_kv", cu_seqlens)):
         if value is not None and not isinstance(value, Tensor):
             raise TypeError(f"{name} must be a tensor, got {type(value).__name__}")
-    if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1:
-        raise ValueError(f"rotary_pos_emb must be angles [positions, 1, 1, width], got shape {tuple(freqs.shape)}")
+    if freqs.dim() != 4 or freqs.shape[1] != 1 or freqs.shape[2] != 1 or freqs.shape[3] % 2:
+        raise ValueError(f"rotary_pos_emb must be angles [positions, 1, 1, width], width even, got shape {tuple(freqs.shape)}")
     if freqs.dtype not in (torch.float32, torch.float64):
         raise TypeError(
             f"rotary_pos_emb must be float32 or float64, got {freqs.dtype}, which does not tell far positions apart. Where FSDP2 cast "
@@ -155,7 +155,13 @@ def rotary_table(
     if qkv_format == "thd":
         if cu_seqlens is None:
             raise ValueError("cu_seqlens is needed for rotary positions in qkv_format 'thd', got None")
+        check_cu_seqlens("cu_seqlens", cu_seqlens, freqs, "rotary_pos_emb")
+        if cu_seqlens_padded is not None:
+            check_cu_seqlens("cu_seqlens_padded", cu_seqlens_padded, freqs, "rotary_pos_emb")
+            require_same_length("cu_seqlens_padded", cu_seqlens_padded, "cu_seqlens", cu_seqlens)
         _check_longest(freqs, cu_seqlens)
+        if freqs.shape[0] == 0:  # for sequences without a token; rows of none have position 0
+            freqs = freqs.new_zeros(1, *freqs.shape[1:])
         table = freqs[:, 0]
         positions = packed_positions(cu_seqlens, cu_seqlens_padded, rows)
         return RotaryTable(table.cos()[positions], table.sin()[positions])
@@ -216,5 +222,8 @@ def apply_rotary_pos_emb(
         raise NotImplementedError("start_positions is not supported: KV caching is not implemented")
     if cp_size != 1:
         raise NotImplementedError(f"cp_size={cp_size} is not supported: context parallelism is not implemented")
+    dims = 3 if tensor_format == "thd" else 4
+    if t.dim() != dims:
+        raise ValueError(f"t must have {dims} dimensions in tensor_format {tensor_format!r}, got shape {tuple(t.shape)}")
     rows = t.shape[1] if tensor_format == "bshd" else t.shape[0]
     return rotate(t, rotary_table(freqs, tensor_format, rows, cu_seqlens, cu_seqlens_padded), interleaved)

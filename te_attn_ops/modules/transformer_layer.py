@@ -184,6 +184,9 @@ class TransformerLayer(torch.nn.Module):
             heads,
             **attention,
             **latent,
+            attn_mask_type=self.self_attn_mask_type,
+            window_size=self.window_size,
+            bottom_right_diagonal=self.bottom_right_diagonal,
             input_layernorm=not self.output_layernorm,
             name=f"{name}self_attention",
         )
@@ -192,6 +195,9 @@ class TransformerLayer(torch.nn.Module):
                 hidden_size,
                 heads,
                 **attention,
+                attn_mask_type=self.enc_dec_attn_mask_type,
+                window_size=self.enc_dec_window_size,
+                bottom_right_diagonal=self.enc_dec_bottom_right_diagonal,
                 input_layernorm=True,
                 attention_type="cross",
                 name=f"{name}inter_attention",
@@ -289,6 +295,7 @@ class TransformerLayer(torch.nn.Module):
             "sanitize_padding": sanitize_padding,
             "selection": selection,
         }
+        kv_as_q = cu_seqlens_kv is None or cu_seqlens_kv is cu_seqlens_q
         own: dict[str, Any] = {
             **common,
             "attention_mask": attention_mask,
@@ -297,7 +304,7 @@ class TransformerLayer(torch.nn.Module):
             "bottom_right_diagonal": self.bottom_right_diagonal if bottom_right_diagonal is None else bottom_right_diagonal,
             "cu_seqlens_kv": None if decoder else cu_seqlens_kv,
             "cu_seqlens_kv_padded": None if decoder else cu_seqlens_kv_padded,
-            "max_seqlen_kv": max_seqlen_q if decoder or max_seqlen_kv is None else max_seqlen_kv,
+            "max_seqlen_kv": max_seqlen_q if decoder or (max_seqlen_kv is None and kv_as_q) else max_seqlen_kv,
             "thd_attention_policies": thd_attention_policies,
             "thd_attention_policy_dispatch": thd_attention_policy_dispatch,
         }

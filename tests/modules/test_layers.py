@@ -404,12 +404,26 @@ def test_gqa_projection_is_sliced_not_copied() -> None:
 
 
 # ---------------------------------------------------------------------------------------------------------------------- policies
-def test_dispatches_and_raw_lists_agree() -> None:
+@pytest.mark.parametrize("kind", ["dpa", "mha", "layer"])
+def test_dispatches_and_raw_lists_agree(kind: str) -> None:
     packed = Packed(LENGTHS, GAPS)
-    layer = make_layer(num_gqa_groups=2)
-    call = {**packed.arguments(), "thd_attention_policies": packed.prepared()}
-    auto = layer(packed.x, **call)
-    grads = torch.autograd.grad((auto * packed.weight).sum(), list(layer.parameters()))
+    shape = {"num_gqa_groups": 2, "qkv_format": "thd", "attn_mask_type": "padding"}
+    if kind == "layer":
+        module = make_layer(num_gqa_groups=2)
+    elif kind == "mha":
+        module = randomized(MultiheadAttention(HIDDEN, HEADS, **shape, params_dtype=torch.float64, device="cpu"))
+    else:
+        module = DotProductAttention(HEADS, HIDDEN // HEADS, **shape)
+    inputs = (packed.x,)
+    if kind == "dpa":
+        inputs = tuple(packed.x.detach().view(-1, HEADS, HIDDEN // HEADS)[:, :heads].requires_grad_() for heads in (HEADS, 2, 2))
+    differentiated = [*inputs, *module.parameters()]
+
+    def run(**changes: Any) -> tuple[Tensor, ...]:
+        out = module(*inputs, **{**packed.arguments(), "thd_attention_policies": packed.prepared(), **changes})
+        return out, *torch.autograd.grad((out * packed.weight).sum(), differentiated)
+
+    auto = run()
     for changes in (
         {"thd_attention_policy_dispatch": "grouped"},
         {"thd_attention_policy_dispatch": "padded"},
@@ -418,9 +432,7 @@ def test_dispatches_and_raw_lists_agree() -> None:
         {"sanitize_padding": True},
         {"pad_head_dim": True},
     ):
-        other = layer(packed.x, **{**call, **changes})
-        torch.testing.assert_close(other, auto, rtol=1e-12, atol=1e-12)
-        for got, want in zip(torch.autograd.grad((other * packed.weight).sum(), list(layer.parameters())), grads):
+        for got, want in zip(run(**changes), auto):
             torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
 
 
@@ -634,6 +646,9 @@ def test_repr_tells_the_configuration() -> None:
     for part in ("attn_input_format='thd'", "activation_checkpointing='full'", "kv_lora_rank=10", "rotary_pos_interleaved=True",
                  "head_dim_qk=10, head_dim_v=5", "activation='gelu'"):  # fmt: skip
         assert part in text
+    text = repr(make_layer(self_attn_mask_type="padding", window_size=(7, 7), bottom_right_diagonal=True))
+    assert "attn_mask_type='padding'" in text and "window_size=(7, 7), bottom_right_diagonal=True" in text
+    assert "attn_mask_type='causal'" not in text
 
 
 @pytest.mark.parametrize("kind", ["dpa", "mha", "layer"])
@@ -713,3 +728,22 @@ def test_keys_of_self_attention_take_the_slots_of_q(with_rope: bool) -> None:
     call = {"cu_seqlens_q": cu_q, "cu_seqlens_kv": cu_kv, "cu_seqlens_q_padded": slots, "max_seqlen_q": 5, "max_seqlen_kv": 3}
     out = layer(x, rotary_pos_emb=rope, **call)
     torch.testing.assert_close(out, layer(x, rotary_pos_emb=rope, **call, cu_seqlens_kv_padded=slots))
+
+
+@pytest.mark.parametrize("with_rope", [False, True])
+def test_keys_of_cross_attention_with_qs_offsets_take_its_slots_too(with_rope: bool) -> None:
+    torch.manual_seed(0)
+    options = {"attention_type": "cross", "qkv_format": "thd", "attn_mask_type": "padding", "device": "cpu"}
+    module = randomized(MultiheadAttention(32, 2, **options))
+    x, encoder_output, rope = torch.randn(12, 32), torch.randn(12, 32), RotaryPositionEmbedding(16, device="cpu")(8) if with_rope else None
+    cu, slots = torch.tensor([0, 4, 9]), torch.tensor([0, 6, 12])
+    call = {"encoder_output": encoder_output, "cu_seqlens_q": cu, "cu_seqlens_kv": cu, "cu_seqlens_q_padded": slots, "max_seqlen_q": 5}
+    out = module(x, rotary_pos_emb=rope, **call)
+    torch.testing.assert_close(out, module(x, rotary_pos_emb=rope, **call, cu_seqlens_kv_padded=slots))
+
+
+def test_qs_bound_is_not_that_of_keys_with_lengths_of_their_own() -> None:
+    layer = TransformerLayer(32, 24, 2, hidden_dropout=0.0, attn_input_format="thd", self_attn_mask_type="padding", device="cpu")
+    call = {"cu_seqlens_q": torch.tensor([0, 2, 4]), "cu_seqlens_kv": torch.tensor([0, 5, 12])}
+    x = torch.randn(12, 32)
+    torch.testing.assert_close(layer(x, max_seqlen_q=2, **call), layer(x, max_seqlen_q=2, max_seqlen_kv=7, **call))

@@ -148,10 +148,13 @@ def test_context_parallelism_is_refused(kind: str) -> None:
         ({"pad_between_seqs": False, "cu_seqlens_q_padded": CU.clone()}, "pad_between_seqs=False contradicts"),
         ({"backend": "nonesuch"}, "backend='nonesuch' is unknown"),
         ({"selection": "guessed"}, "selection='guessed' is unknown"),
+        ({"pad_between_seqs": "no"}, "pad_between_seqs must be a bool or None"),
+        ({"checkpoint_core_attention": 1}, "checkpoint_core_attention must be a bool"),
+        ({"thd_attention_policies": POLICIES, "bottom_right_diagonal": "x"}, "bottom_right_diagonal must be a bool"),
     ],
 )
 def test_contradictions_are_named(kind: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         call(kind, **changes)
 
 
@@ -182,6 +185,7 @@ def test_an_override_that_cannot_run_gives_the_reasons(kind: str) -> None:
     ("options", "error", "message"),
     [
         ({"kv_lora_rank": 4}, ValueError, "needs qk_nope_head_dim, qk_rope_head_dim, v_head_dim too"),
+        ({"kv_lora_rank": 4, "qk_nope_head_dim": 4, "qk_rope_head_dim": 3, "v_head_dim": 4}, ValueError, "must be even, got 3"),
         ({"q_lora_rank": 4}, ValueError, "needs kv_lora_rank"),
         ({"kv_lora_rank": 0}, ValueError, "kv_lora_rank must be at least 1, got 0"),
         ({"kv_channels": 8}, ValueError, "kv_channels=8 does not fit"),
@@ -399,8 +403,13 @@ def test_inputs_that_are_no_tensors_are_named() -> None:
     hidden = torch.randn(8, 16)
     with pytest.raises(TypeError, match="rotary_pos_emb must be a tensor, got list"):
         layer(hidden, rotary_pos_emb=[1.0], cu_seqlens_q=CU, max_seqlen_q=5)
-    with pytest.raises(TypeError, match="cu_seqlens_q or cu_seqlens_kv must be a tensor, got list"):
+    with pytest.raises(TypeError, match=r"cu_seqlens_q must be a tensor .* got list"):
         layer(hidden, rotary_pos_emb=RotaryPositionEmbedding(8, device="cpu")(8), cu_seqlens_q=[0, 3, 8], max_seqlen_q=5)
+    with pytest.raises(ValueError, match="rotary_pos_emb must be a tensor or a pair of them, got 3"):
+        layer(hidden, rotary_pos_emb=(hidden,) * 3, cu_seqlens_q=CU, max_seqlen_q=5)
+    dense, x = DotProductAttention(2, 8, qkv_format="bshd", attn_mask_type="padding"), torch.randn(2, 4, 2, 8)
+    with pytest.raises(ValueError, match="cu_seqlens_q must have 3 entries for a batch of 2, got 4"):
+        dense(x, x, x, cu_seqlens_q=torch.tensor([0, 1, 2, 3]))
     with pytest.raises(TypeError, match=r"kv_channels must be an int, got \(8, 4\)"):
         MultiheadAttention(16, 2, (8, 4), device="cpu")
     with pytest.raises(ValueError, match="hidden_dropout must be a probability, from 0 to 1, got 'a'"):

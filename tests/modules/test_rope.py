@@ -141,7 +141,7 @@ def test_errors_name_the_argument() -> None:
     angles, t = RotaryPositionEmbedding(8, device="cpu")(4), torch.zeros(5, 1, 8)
     with pytest.raises(ValueError, match="cu_seqlens is needed"):
         apply_rotary_pos_emb(t, angles, "thd")
-    with pytest.raises(ValueError, match=r"angles \[positions, 1, 1, width\], got shape \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"angles \[positions, 1, 1, width\], width even, got shape \(4, 8\)"):
         apply_rotary_pos_emb(t, angles[:, 0, 0], "thd", cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="holds 4 positions, but a sample has 5 tokens"):
         apply_rotary_pos_emb(t[:, None], angles, "sbhd")
@@ -149,10 +149,23 @@ def test_errors_name_the_argument() -> None:
         apply_rotary_pos_emb(t[..., :6], angles, "thd", cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(ValueError, match="rotary_pos_emb holds 4 positions, but the longest sequence has 5 tokens"):
         apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.tensor([0, 5]))
+    with pytest.raises(ValueError, match=r"t must have 4 dimensions in tensor_format 'sbhd', got shape \(5, 1, 8\)"):
+        apply_rotary_pos_emb(t, angles)
+    with pytest.raises(ValueError, match=r"width even, got shape \(4, 1, 1, 7\)"):
+        apply_rotary_pos_emb(t, angles[..., :7], "thd", cu_seqlens=torch.tensor([0, 4]))
+    with pytest.raises(ValueError, match=r"cu_seqlens must be one-dimensional .* got shape \(1, 2\)"):
+        apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.tensor([[0, 4]]))
+    with pytest.raises(ValueError, match="cu_seqlens_padded must have as many entries as cu_seqlens"):
+        apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.tensor([0, 4]), cu_seqlens_padded=torch.tensor([0, 2, 4]))
     with pytest.raises(NotImplementedError, match="start_positions"):
         apply_rotary_pos_emb(t, angles, "thd", start_positions=t, cu_seqlens=torch.tensor([0, 4]))
     with pytest.raises(NotImplementedError, match="cp_size=2"):
         apply_rotary_pos_emb(t, angles, "thd", cp_size=2, cu_seqlens=torch.tensor([0, 4]))
+
+
+def test_a_batch_without_a_token_needs_no_angles() -> None:
+    t, angles = torch.randn(3, 1, 8), RotaryPositionEmbedding(8, device="cpu")(0)
+    torch.testing.assert_close(apply_rotary_pos_emb(t, angles, "thd", cu_seqlens=torch.zeros(4, dtype=torch.int32)), t)
 
 
 def test_queries_and_keys_may_have_their_own_angles() -> None:
