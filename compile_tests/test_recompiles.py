@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,11 +17,21 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from compile_tests.harness import assert_same, counted
-from te_attn_ops import PreparedPolicies, attention, packing, pad_packed_batch, plan as plans, thd_attention
+from te_attn_ops import (
+    PlanSpec,
+    PreparedPolicies,
+    attention,
+    packing,
+    pad_packed_batch,
+    plan as plans,
+    refresh_thd_policies,
+    testing,
+    thd_attention,
+)
 from te_attn_ops.modules import DotProductAttention
 from te_attn_ops.params import SEQLEN_BUCKETS, seqlen_bucket
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, PackedCase, PackedInputs, build, varying_cases
-from tests.stubs import Stub, install
+from tests.stubs import OneLaunch, Stub, install
 
 MASKS = (CAUSAL, FULL, Mask("padding_causal", (3, 0)))
 BASE = PackedCase((5, 9, 3))
@@ -421,3 +432,45 @@ def test_offsets_padded_by_a_clone_count_as_gaps_everywhere() -> None:
         assert_same(inputs.run(counted()[0], **arguments), want)
         assert_same(inputs.run(**arguments), want)
     assert packing.make_packing(inputs.q, inputs.cu_seqlens_q, None, clone, None).has_gaps
+
+
+# ------------------------------------------------------------------------------------------------------------ a plan for one launch
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("how", ["prepared", "refreshed"])
+def test_single_launch_plans_of_other_batches_compile_nothing(how: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plan's tensors are inputs of the graph: of other sizes where each batch is prepared, of other contents where one plan is
+    refreshed. Forward and backward."""
+    flex = OneLaunch()
+    install(monkeypatch, flex, Stub("flash4"))
+    lengths, owners = (5, 9, 3, 7), ((0, 1, 0, 1), (1, 0, 0, 1), (1, 1, 0, 0))
+    cases = [PackedCase(lengths[n:] + lengths[:n], masks=(CAUSAL, FULL), owner=owner) for n, owner in enumerate(owners)]
+    if how == "prepared":
+        cases += [PackedCase((4, 2, 11, 1, 6), masks=(CAUSAL, FULL), owner=(1, 0, 1, 1, 0))]
+    spec = PlanSpec(torch.float32, cases[0].num_heads, cases[0].groups, cases[0].head_dim_qk, cases[0].width_v, training=True)
+    function, counter = counted(backend=backend, dynamic=True)
+    policies = None
+    for n, case in enumerate(cases):
+        inputs = build(case)
+        if policies is None or how == "prepared":
+            policies = inputs.prepare(attention=spec)
+        else:
+            refresh_thd_policies(policies, inputs.policies(), inputs.cu_seqlens_q)
+        assert len(policies.plans) == 1
+        options = {"thd_attention_policies": policies, "thd_attention_policy_dispatch": "single_launch"}
+        testing.assert_matches(inputs.run(function, **options), testing.reference(inputs), inputs)
+        assert flex.launches == n + 1
+    assert counter.frame_count == 1
+
+
+def test_a_single_launch_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eager calls look up what was decided, with the plan of their own batch."""
+    flex = OneLaunch()
+    install(monkeypatch, flex, Stub("flash4"))
+    cases = [PackedCase(lengths, masks=(CAUSAL, FULL), owner=(0, 1, 0)) for lengths in ((5, 9, 3), (3, 5, 9))]
+    spec = PlanSpec(torch.float32, cases[0].num_heads, cases[0].groups, cases[0].head_dim_qk, cases[0].width_v, training=True)
+    batches = [build(case) for case in cases]
+    decided = mock.Mock(wraps=attention._decide)
+    monkeypatch.setattr(attention, "_decide", decided)
+    for inputs in batches * 3:
+        inputs.attend(thd_attention_policies=inputs.prepare(attention=spec), thd_attention_policy_dispatch="single_launch")
+    assert decided.call_count == 1 and flex.launches == 6

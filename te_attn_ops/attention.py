@@ -137,7 +137,10 @@ def thd_attention(
     plan = decision.plan
     if eager and prepared is not None and plan[1] & plans.CONTIGUOUS:
         plan = _with_runs(plan, prepared, q)
-    rest = (decision.single_launch, bound_q, bound_kv, scale, plan)
+    tensors: list[Tensor] = []
+    if decision.single_launch is not None:
+        tensors = prepared.plans[decision.single_launch].tensors  # type: ignore[union-attr]
+    rest = (tensors, bound_q, bound_kv, scale, plan)
     out, lse, max_logit = ops.attend(is_training, q, k, v, subsets, *rest)
     if sanitize_padding:
         # Selecting once more on the way out keeps a non-finite grad_out of those rows from the backward kernels.
@@ -507,7 +510,7 @@ class _Decision(NamedTuple):
     plan: list[int]
     num_policies: int
     routed: bool  # by the policies' index; False where one policy holds every sequence
-    single_launch: list[Tensor]
+    single_launch: int | None  # which of the policies' plans the one launch takes; None for another dispatch
 
 
 _Mask = tuple[Any, Any, Any]
@@ -564,7 +567,7 @@ def _decide(
             flags,
             pack.has_gaps,
             prepared is None or not prepared.mutable,
-            len(single_launch) > 0,
+            single_launch is not None,
             backend,
             pad_head_dim,
             dispatch,
@@ -589,7 +592,7 @@ def _decide(
     if numbers[0] == plans.PADDED and not routed and not pack.has_gaps:
         flags |= plans.PLAIN_CU_SEQLENS
     plan = plans.encode(flags, numbers[0], numbers[1], bands, numbers[2:])
-    return _Decision(plan, len(bands), routed, single_launch if numbers[0] == plans.SINGLE_LAUNCH else [])
+    return _Decision(plan, len(bands), routed, single_launch if numbers[0] == plans.SINGLE_LAUNCH else None)
 
 
 def _with_runs(plan: list[int], prepared: PreparedPolicies, q: Tensor) -> list[int]:
@@ -619,8 +622,7 @@ def _decide_eager(
     mask: _Mask,
     options: _Options,
 ) -> _Decision:
-    """:func:`_decide`, and the checks that come with it, once per kind of call: afterwards a tuple and a look-up. A call with
-    single-launch plans decides each time: the plan's tensors belong to its batch."""
+    """:func:`_decide`, and the checks that come with it, once per kind of call: afterwards a tuple and a look-up."""
     key: tuple[Any, ...] | None = (
         q.dtype, k.dtype, v.dtype, q.device, k.device, v.device, q.shape[1:], k.shape[1:], v.shape[1:], k.shape[0] == v.shape[0],
         q.shape[0] == k.shape[0], q.dim() == k.dim() == v.dim() == 3 and _is_wide(q, k, v), pack.equal_lengths,
@@ -631,7 +633,7 @@ def _decide_eager(
         environment.snapshot(), environment.STATE.generation,
     )  # fmt: skip
     if prepared is not None:
-        key = None if prepared.plans else (*key, prepared.kind)  # type: ignore[misc]
+        key = (*key, prepared.kind, *[plan.spec for plan in prepared.plans])  # type: ignore[misc]
     if selection.is_recording():
         key = None
     try:
@@ -654,10 +656,11 @@ def _single_launch_plan(
     head_dims: tuple[int, int],
     bands: tuple[Band, ...],
     is_training: bool,
-) -> list[Tensor]:
+) -> int | None:
+    """The number of the plan that was made for this attention."""
     if prepared is None:
-        return []
-    for plan in prepared.plans:
+        return None
+    for number, plan in enumerate(prepared.plans):
         spec = plan.spec
         if (
             spec.dtype == dtype
@@ -666,8 +669,8 @@ def _single_launch_plan(
             and (spec.training or not is_training)
             and spec.bands == bands
         ):
-            return plan.tensors
-    return []
+            return number
+    return None
 
 
 # ------------------------------------------------------------------------------------------------------------------- tensors

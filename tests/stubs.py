@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from te_attn_ops import AttentionParams, attention, backends, measure, selection
 from te_attn_ops.backends import BACKEND_NAMES, backend_number, get_backend
-from te_attn_ops.backends.base import ForwardCall
+from te_attn_ops.backends.base import BackwardCall, ForwardCall
 from te_attn_ops.backends.unfused import Unfused
 
 Refuse = Callable[[AttentionParams], Iterator[str]]
@@ -46,6 +50,37 @@ class Stub(Unfused):
         if self._before_forward is not None:
             self._before_forward(call)
         super().forward(call)
+
+
+class OneLaunch(Stub):
+    """All policies in one launch, on any device: its plan is the lengths of each policy's sequences, and it holds calls to it."""
+
+    def __init__(self, name: str = "cudnn_flex") -> None:
+        super().__init__(name)
+        self.launches = 0
+
+    def make_plan(self, *, lens_q: Tensor, lens_kv: Tensor, **_: Any) -> list[Tensor]:
+        return [lens_q.clone(), lens_kv.clone()]
+
+    def refresh_plan(self, plan: list[Tensor], *, lens_q: Tensor, lens_kv: Tensor, **_: Any) -> None:
+        for tensor, lens in zip(plan, (lens_q, lens_kv)):
+            tensor.copy_(lens)
+
+    def forward(self, call: ForwardCall) -> None:
+        self.launches += 1
+        for part in self._parts(call, _out=call.out, _lse=call.lse, first=False):
+            super().forward(part)
+
+    def backward(self, call: BackwardCall) -> None:
+        for part in self._parts(call, _grads=call.grads, first=False):
+            super().backward(part)
+
+    @staticmethod
+    def _parts(call: Any, **changes: Any) -> Iterator[Any]:
+        assert torch.equal(call.single_launch_plan[0], call.lens_q) and torch.equal(call.single_launch_plan[1], call.lens_kv)
+        for p in range(len(call.bands)):
+            own = {"bands": call.bands[p : p + 1], "lens_q": call.lens_q[p : p + 1], "lens_kv": call.lens_kv[p : p + 1]}
+            yield dataclasses.replace(call, **own, **changes)
 
 
 def install(monkeypatch: pytest.MonkeyPatch, *stubs: Stub) -> None:
