@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,3 +19,16 @@ def fresh_process(fresh_caches: None, monkeypatch: pytest.MonkeyPatch) -> Iterat
         if variable.startswith(("NVTE_", "TE_ATTN_OPS_")):
             monkeypatch.delenv(variable)
     yield
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests measured and do not judge, or judge by a wide ceiling: compile times in seconds, host times as ratios."""
+    lines = [
+        f"{report.nodeid.split('::')[1]}: {', '.join(f'{name} {value}' for name, value in report.user_properties)}"
+        for report in terminalreporter.stats.get("passed", ())
+        if report.when == "call" and report.nodeid.startswith("compile_tests/") and report.user_properties
+    ]
+    if lines:
+        terminalreporter.section("measured")
+        for line in lines:
+            terminalreporter.line(line)

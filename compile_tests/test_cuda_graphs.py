@@ -19,7 +19,17 @@ from torch._dynamo.utils import counters
 from torch._inductor import config as inductor_config
 
 from compile_tests.harness import TORCH_MINOR, counted, inductor_programs
-from te_attn_ops import NoBackendError, PreparedPolicies, execution, invalidate, ops, plan as plans, testing, thd_attention
+from te_attn_ops import (
+    NoBackendError,
+    PreparedPolicies,
+    execution,
+    invalidate,
+    ops,
+    plan as plans,
+    refresh_thd_policies,
+    testing,
+    thd_attention,
+)
 from te_attn_ops.backends import BACKEND_NAMES, backend_name, get_backend
 from te_attn_ops.testing import BOTTOM_RIGHT, CAUSAL, FULL, Mask, OpSample, PackedCase, PackedInputs, build
 
@@ -68,14 +78,24 @@ class Model(torch.nn.Module):
 
     def forward(self, x: Tensor, cu_seqlens: Tensor, policies: PreparedPolicies | None) -> Tensor:
         q, k, v = self.projection(x).unflatten(1, (8, 128)).split((4, 2, 2), dim=1)
-        out = thd_attention(q, k, v, cu_seqlens, max_seqlen_q=LONGEST, thd_attention_policies=policies)
+        dispatch = "single_launch" if policies is not None and policies.plans else "auto"
+        options = {"thd_attention_policies": policies, "thd_attention_policy_dispatch": dispatch}
+        out = thd_attention(q, k, v, cu_seqlens, max_seqlen_q=LONGEST, **options)
         return self.head(out.flatten(1))
 
 
-def step(function: Callable[..., Tensor], model: Model, x: Tensor, inputs: PackedInputs) -> list[Tensor]:
+def step(
+    function: Callable[..., Tensor],
+    model: Model,
+    x: Tensor,
+    inputs: PackedInputs,
+    cu_seqlens: Tensor | None = None,
+    policies: PreparedPolicies | None = None,
+) -> list[Tensor]:
     """The loss's gradients and the output, as copies: a CUDA graph's own memory is written again at the next replay."""
     model.zero_grad(set_to_none=True)
-    out = function(x, inputs.cu_seqlens_q, prepared(inputs))
+    cu_seqlens = inputs.cu_seqlens_q if cu_seqlens is None else cu_seqlens
+    out = function(x, cu_seqlens, prepared(inputs) if policies is None else policies)
     out.float().pow(2).mean().backward()
     return [out.detach().clone(), *[parameter.grad.clone() for parameter in model.parameters()]]
 
@@ -111,6 +131,47 @@ def test_reduce_overhead_training(policies: bool, cuda_graphs_or_error: None) ->
             for got, expected in zip(step(function, model, x, batch(seed, policies)), want):
                 assert_close(got, expected)
             assert seed < 3 or launches.call_count == before
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_captured_whole()
+
+
+def rotated(n: int) -> PackedInputs:
+    """The same documents in another order, each under its own mask."""
+    lengths, owner = (128, 100, 60, 90, 30, 0), (0, 1, 2, 0, 1, 2)
+    case = PackedCase(lengths[n:] + lengths[:n], tail=ROWS - sum(lengths), masks=MASKS, owner=owner[n:] + owner[:n], **SHAPE)
+    return build(case, "cuda", seed=n)
+
+
+def planned(inputs: PackedInputs) -> PreparedPolicies:
+    """Policies with the plan of one launch for all of them."""
+    policies = inputs.prepare(attention=inputs.plan_spec(), total_q=ROWS, total_kv=ROWS, **BOUNDS)
+    if policies is None or not policies.plans:
+        pytest.skip("no backend here runs all policies in one launch")
+    return policies
+
+
+def follow(policies: PreparedPolicies, inputs: PackedInputs) -> None:
+    """Another batch into the tensors of a plan."""
+    refresh_thd_policies(policies, inputs.policies(), inputs.cu_seqlens_q, total_q=ROWS, total_kv=ROWS, **BOUNDS)
+
+
+def test_reduce_overhead_training_with_a_plan(cuda_graphs_or_error: None) -> None:
+    """One launch for all policies inside Inductor's CUDA graph; the plan is refreshed between the steps."""
+    model = Model()
+    batches = [rotated(n) for n in (0, 2, 4, 1, 3, 5)]
+    policies, cu_seqlens = planned(batches[0]), batches[0].cu_seqlens_q.clone()
+    function = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    x = torch.randn(ROWS, 64, device="cuda", dtype=torch.bfloat16)
+    with mock.patch.object(execution, "forward", wraps=execution.forward) as launches:
+        for n, inputs in enumerate(batches):
+            want = step(model, model, x, inputs)
+            follow(policies, inputs)
+            cu_seqlens.copy_(inputs.cu_seqlens_q)
+            before = launches.call_count
+            torch.compiler.cudagraph_mark_step_begin()
+            for got, expected in zip(step(function, model, x, inputs, cu_seqlens, policies), want):
+                assert_close(got, expected)
+            assert n < 3 or launches.call_count == before
     assert counters["stats"]["unique_graphs"] == 1
     assert_captured_whole()
 
@@ -209,25 +270,29 @@ def test_capture_and_replay_with_other_contents(kind: str) -> None:
             assert_close(got, want)
 
 
-def test_make_graphed_callables() -> None:
+@pytest.mark.parametrize("with_plan", [False, True])
+def test_make_graphed_callables(with_plan: bool) -> None:
     """Tensors are its only arguments: offsets and policies belong to the module, and their contents may change."""
 
     class Core(torch.nn.Module):
         def __init__(self, inputs: PackedInputs, policies: PreparedPolicies) -> None:
             super().__init__()
-            self.arguments = inputs.arguments(thd_attention_policies=policies, **BOUNDS)
+            dispatch = "single_launch" if policies.plans else "auto"
+            self.arguments = inputs.arguments(thd_attention_policies=policies, thd_attention_policy_dispatch=dispatch, **BOUNDS)
 
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return thd_attention(q, k, v, **self.arguments)
 
-    static = batch(0, True)
-    index = prepared(static)
+    static = rotated(0)
+    index = planned(static) if with_plan else prepared(static)
     assert index is not None
     samples = tuple(x.detach().clone().requires_grad_() for x in (static.q, static.k, static.v))
     graphed = torch.cuda.make_graphed_callables(Core(static, index), samples)
-    for seed in (1, 2):
-        other = batch(seed, True)
-        refill(static, index, other)
+    for n in (2, 5, 1):
+        other = rotated(n)
+        refill(static, None if with_plan else index, other)
+        if with_plan:
+            follow(index, other)
         out = graphed(other.q, other.k, other.v)
         got = (out, *torch.autograd.grad(out, (other.q, other.k, other.v), other.grad_out))
         arguments = other.arguments(thd_attention_policies=prepared(other), **BOUNDS)
@@ -331,20 +396,25 @@ def test_allocated_bytes_are_flat_over_300_steps(compiled: bool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- the ops on a GPU
-@pytest.mark.parametrize("name", [name for name in BACKEND_NAMES if not get_backend(name).single_launch])
+@pytest.mark.parametrize("name", BACKEND_NAMES)
 @pytest.mark.parametrize("op", [ops.attention, ops.attention_backward], ids=str)
 def test_opcheck_of_a_backend(op: torch._ops.OpOverload, name: str) -> None:
     """Fakes against the kernels of each installed backend: shapes, strides, dtypes; nothing aliased or mutated."""
     if get_backend(name).version() is None:
         pytest.skip(f"{name} is not installed")
     case = PackedCase((70, 33, 9), layout="interleaved", masks=(FULL, BOTTOM_RIGHT), owner=(0, 1, 0), **SHAPE)
+    dispatch = plans.SINGLE_LAUNCH if get_backend(name).single_launch else plans.PADDED
+    inputs = build(case, "cuda")
+    options: dict[str, Any] = {"backend": name}
+    if dispatch == plans.SINGLE_LAUNCH:
+        options["thd_attention_policies"] = inputs.prepare(attention=inputs.plan_spec())
     try:
-        build(case, "cuda").attend(backend=name)
+        inputs.attend(**options)
     except NoBackendError as error:
         pytest.skip(str(error).splitlines()[-1].strip())
     checks = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
     # The order of a backward's additions may change from run to run.
-    arguments = OpSample(op, case, name).arguments("cuda")
+    arguments = OpSample(op, case, name, dispatch).arguments("cuda")
     results = torch.library.opcheck(op, arguments, test_utils=checks, rtol=2e-2, atol=1e-2)
     assert set(results.values()) == {"SUCCESS"}
 

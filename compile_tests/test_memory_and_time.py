@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compile_tests.harness import counted
-from te_attn_ops import ops, prepare_thd_policies, thd_attention
+from te_attn_ops import ops, plan as plans, prepare_thd_policies, thd_attention
 from te_attn_ops.backends.base import ForwardCall
 from te_attn_ops.modules import DotProductAttention, TransformerLayer
 from te_attn_ops.testing import CAUSAL, FULL, Mask, OpSample, PackedCase, build, policy_list
@@ -136,21 +136,33 @@ class NoWork(Stub):
     def backward(self, call: Any) -> None:
         _ = call.grads
 
+    def make_plan(self, **_: Any) -> list[Tensor]:
+        return [torch.zeros(1, dtype=torch.int32)]
+
 
 @pytest.mark.parametrize("training", [True, False], ids=["training", "inference"])
-@pytest.mark.parametrize("kind", ["scalar", "policies", "module"])
+@pytest.mark.parametrize("kind", ["scalar", "gaps", "policies", "raw_list", "plan", "module"])
 def test_eager_host_time_against_the_raw_op(
     kind: str, training: bool, monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
-    """The public call may cost a few times what its op does; a ceiling far above what is seen (1.2 to 1.9), for a check, a probe
+    """The public call may cost a few times what its op does; a ceiling far above what is seen (1.0 to 2.2), for a check, a probe
     or a synchronisation that creeps into the path."""
-    install(monkeypatch, NoWork("unfused"))
-    case = PackedCase((5, 9, 3))
-    inputs = build(case.replace(masks=MASKS, owner=(0, 1, 2)) if kind == "policies" else case, requires_grad=training)
+    install(monkeypatch, NoWork("unfused"), NoWork("cudnn_flex"))
+    case = PackedCase((5, 9, 3), gaps_q=(1, 0, 2) if kind == "gaps" else None)
+    if kind in ("policies", "raw_list", "plan"):
+        case = case.replace(masks=MASKS, owner=(0, 1, 2))
+    inputs = build(case, requires_grad=training)
     arguments = inputs.arguments()
+    how: dict[str, Any] = {}
+    if kind == "raw_list":
+        arguments["thd_attention_policies"] = inputs.policies()
+    elif kind == "plan":
+        arguments["thd_attention_policies"] = inputs.prepare(attention=inputs.plan_spec())
+        arguments["thd_attention_policy_dispatch"] = "single_launch"
+        how = {"backend": "cudnn_flex", "dispatch": plans.SINGLE_LAUNCH}
     q, k, v = inputs.q, inputs.k, inputs.v
     op = ops.attention if training else ops.attention_forward
-    raw = OpSample(op, inputs.case).arguments()
+    raw = OpSample(op, inputs.case, **how).arguments()
     module = DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding_causal")
 
     def public() -> Any:

@@ -26,7 +26,7 @@ from . import ops, plan as plans
 from .attention import thd_attention
 from .backends import backend_number
 from .masks import resolve_mask
-from .policies import PreparedPolicies, prepare_thd_policies
+from .policies import PlanSpec, PreparedPolicies, prepare_thd_policies
 
 LAYOUTS = ("contiguous", "transposed", "interleaved", "offset")
 
@@ -224,6 +224,11 @@ class PackedInputs:
         if policies is None:
             return None
         return prepare_thd_policies(policies, **self.geometry(), **options)
+
+    def plan_spec(self, training: bool = True) -> PlanSpec:
+        """What a single-launch plan for these tensors is made for."""
+        case = self.case
+        return PlanSpec(case.dtype, case.num_heads, case.groups, case.head_dim_qk, case.width_v, training)
 
     def geometry(self) -> dict[str, Any]:
         names = ("cu_seqlens_q", "cu_seqlens_kv", "cu_seqlens_q_padded", "cu_seqlens_kv_padded")
@@ -688,7 +693,7 @@ class OpSample:
 
     def plan(self) -> list[int]:
         case = self.case
-        bands = tuple(resolve_mask(*mask).band for mask in case.masks)
+        bands = tuple(resolve_mask(*mask).band.canonical(case.lengths_kv is None) for mask in case.masks)
         flags = plans.TRAINING | (plans.MAX_LOGIT if self.max_logit else 0)
         if case.lengths_kv is None:
             flags |= plans.EQUAL_LENGTHS
@@ -708,11 +713,18 @@ class OpSample:
         if self.op is ops.policy_subsets:
             return routing
         scale = self.case.head_dim_qk**-0.5
-        rest = (*ops.policy_subsets(*routing), [], *self.case.max_seqlens, scale, self.plan())
+        rest = (*ops.policy_subsets(*routing), self._single_launch_plan(inputs), *self.case.max_seqlens, scale, self.plan())
         if self.op is not ops.attention_backward:
             return (inputs.q, inputs.k, inputs.v, *rest)
         out, lse, _ = ops.attention_forward(inputs.q, inputs.k, inputs.v, *rest)
         return (inputs.grad_out, inputs.q, inputs.k, inputs.v, out, lse, *rest)
+
+    def _single_launch_plan(self, inputs: PackedInputs) -> list[Tensor]:
+        if self.dispatch != plans.SINGLE_LAUNCH:
+            return []
+        prepared = inputs.prepare(attention=inputs.plan_spec(), total_q=inputs.q.shape[0], total_kv=inputs.k.shape[0])
+        assert prepared is not None
+        return prepared.plans[0].tensors
 
 
 # Each set has cases with two tokens or more: a wrong stride passes unseen below that.

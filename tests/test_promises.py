@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "compile_promises.md"
-LINK = re.compile(r"(GPU: )?`((?:compile_tests|tests)/[\w/]+\.py)::(\w+)`")
+LINK = re.compile(r"(GPU: )?\[`((?:compile_tests|tests)/[\w/]+\.py)::(\w+)`\]\(\.\./\2\)")
 LIMIT = "This is no promise but a limit."
 
 

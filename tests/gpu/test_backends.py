@@ -21,7 +21,6 @@ import torch
 from te_attn_ops import (
     AttentionParams,
     NoBackendError,
-    PlanSpec,
     environment,
     refresh_thd_policies,
     selection,
@@ -64,8 +63,7 @@ def forced(inputs: PackedInputs, backend: str, dispatch: str | None = None, trai
     if not is_single_launch(backend):
         options = {"thd_attention_policies": inputs.prepared, "thd_attention_policy_dispatch": dispatch or "padded"}
         return {"backend": backend, **options}
-    spec = PlanSpec(case.dtype, case.num_heads, case.groups, case.head_dim_qk, case.width_v, training)
-    prepared = inputs.prepare(attention=spec, total_q=case.total("q"), total_kv=case.total("kv"))
+    prepared = inputs.prepare(attention=inputs.plan_spec(training), total_q=case.total("q"), total_kv=case.total("kv"))
     return {"backend": backend, "thd_attention_policies": prepared, "thd_attention_policy_dispatch": "single_launch"}
 
 
@@ -277,12 +275,16 @@ def test_random_case_by_the_default_choice(monkeypatch: pytest.MonkeyPatch, seed
 
 
 # ------------------------------------------------------------------------------------------------- the refusals against reality
-WIDTHS = ((64, 64), (128, 128), (192, 128), (128, 64), (64, 128), (128, 96), (96, 64), (160, 128), (256, 256), (72, 72))
+WIDTHS = (
+    *((64, 64), (128, 128), (192, 128), (128, 64), (64, 128), (128, 96), (96, 64), (160, 128), (256, 256), (72, 72)),
+    *((256, 192), (64, 512), (576, 512)),
+)
 
 
 @pytest.mark.parametrize("widths", WIDTHS, ids=str)
 def test_what_is_accepted_runs(backend: str, widths: tuple[int, int]) -> None:
-    """Asks :meth:`refusals` first: what it accepts must run, forward and, in training, backward, and be right."""
+    """Asks :meth:`refusals` first: what it accepts must run, forward and, in training, backward, and be right. What it accepts in
+    inference alone runs there."""
     shape = {**SHAPE, "num_gqa_groups": 4, "head_dim_qk": widths[0], "head_dim_v": widths[1]}
     inputs = sample(PackedCase((200, 77), **shape), backend)
     params = AttentionParams(
@@ -317,10 +319,13 @@ def test_width_256_with_padded_offsets_does_not_fall_to_unfused() -> None:
 
 
 # -------------------------------------------------------------------------------------------------- determinism, syncs, capture
-def test_thirty_deterministic_backward_runs_are_bitwise_equal(backend: str) -> None:
+@pytest.mark.parametrize("dispatch", ["padded", "grouped"])
+def test_thirty_deterministic_backward_runs_are_bitwise_equal(backend: str, dispatch: str) -> None:
+    if dispatch == "grouped" and is_single_launch(backend):
+        pytest.skip(f"{backend} runs all policies in one launch")
     case = PackedCase((700, 512, 300, 40), gaps_q=(1, 0, 3, 0), masks=(CAUSAL, CAUSAL), owner=(0, 1, 0, 1), **SHAPE)
     inputs = sample(case, backend)
-    options = {**forced(inputs, backend), "deterministic": True}
+    options = {**forced(inputs, backend, dispatch), "deterministic": True}
     expected = testing.reference(inputs)
     # torch_flash follows torch's own switch.
     torch.use_deterministic_algorithms(backend == "torch_flash")
