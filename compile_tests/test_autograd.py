@@ -3,6 +3,7 @@ refused: second derivatives, torch.func, forward mode."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -360,3 +361,20 @@ def test_flops_of_a_compiled_graph() -> None:
             graph(*[node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"])
         flops.append(counter.get_total_flops())
     assert flops == [2 * unit, 5 * unit]
+
+
+@pytest.mark.parametrize("observed", ["nothing", "flops", "dispatcher"])
+def test_an_observed_call_saves_what_a_plain_one_saves(observed: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In eager mode, unpadded tensors: a checkpoint whose backward alone is observed compares the two."""
+    inputs = build(PackedCase((5, 9), head_dim_qk=24, head_dim_v=16))
+    monkeypatch.setattr(ops, "_FAST_EAGER", observed != "dispatcher")
+    shapes: list[tuple[int, ...]] = []
+
+    def note(x: Tensor) -> Tensor:
+        shapes.append(tuple(x.shape))
+        return x
+
+    observer = FlopCounterMode(display=False) if observed == "flops" else contextlib.nullcontext()
+    with observer, torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+        inputs.attend(pad_head_dim=True)
+    assert [shape[2] for shape in shapes if len(shape) == 3] == [24, 24, 16, 16]

@@ -332,9 +332,10 @@ def test_a_captured_raw_list_lives_as_long_as_its_graph() -> None:
         other.attend(thd_attention_policies=other.policies(), **BOUNDS)
     invalidate()
     testing.poison_allocator("cuda")
+    small = [torch.full((SEQUENCES,), 2, dtype=torch.int32, device="cuda") for _ in range(4096)]  # where an index would have been
     graph.replay()
     torch.cuda.synchronize()
-    assert torch.equal(out, expected)
+    assert torch.equal(out, expected) and len(small) == 4096
 
 
 # ------------------------------------------------------------------------------------------------------------------ no sync, no growth

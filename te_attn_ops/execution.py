@@ -32,7 +32,8 @@ def pad_head_dim(x: Tensor, width: int) -> Tensor:
 
 
 def trim_head_dim(x: Tensor, width: int) -> Tensor:
-    return x if x.shape[-1] == width else x[..., :width].contiguous()
+    # No view, not even of a single row: an output of an autograd.Function.
+    return x if x.shape[-1] == width else x[..., :width].clone(memory_format=torch.contiguous_format)
 
 
 def forward(batch: Batch, plan: list[int]) -> tuple[Tensor, Tensor, Tensor]:

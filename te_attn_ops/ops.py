@@ -260,8 +260,12 @@ class _RefuseSecondDerivative(torch.autograd.Function):
 
 def _attention_autograd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        forward = functools.partial(_trimmed_forward, v.shape[2])
-        return _Attention.apply(forward, *_padded(q, k, v, rest[-1]), rest[:4], rest[4], rest[5:])
+        forward: Any = attention_forward
+        if not all(map(_is_plain, (q, k, v))):
+            # A trace. What is observed in eager mode saves what an unobserved call saves: a checkpoint compares them.
+            forward = functools.partial(_trimmed_forward, v.shape[2])
+            q, k, v = _padded(q, k, v, rest[-1])
+        return _Attention.apply(forward, q, k, v, rest[:4], rest[4], rest[5:])
     return attention_forward(q, k, v, *rest)
 
 

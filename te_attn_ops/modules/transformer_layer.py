@@ -185,8 +185,6 @@ class TransformerLayer(torch.nn.Module):
             **attention,
             **latent,
             attn_mask_type=self.self_attn_mask_type,
-            window_size=self.window_size,
-            bottom_right_diagonal=self.bottom_right_diagonal,
             input_layernorm=not self.output_layernorm,
             name=f"{name}self_attention",
         )
@@ -196,8 +194,6 @@ class TransformerLayer(torch.nn.Module):
                 heads,
                 **attention,
                 attn_mask_type=self.enc_dec_attn_mask_type,
-                window_size=self.enc_dec_window_size,
-                bottom_right_diagonal=self.enc_dec_bottom_right_diagonal,
                 input_layernorm=True,
                 attention_type="cross",
                 name=f"{name}inter_attention",
@@ -260,7 +256,8 @@ class TransformerLayer(torch.nn.Module):
             hidden_states: thd [tokens, hidden], sbhd [s, b, hidden], bshd [b, s, hidden].
             self_attn_mask_type, window_size, bottom_right_diagonal, cu_seqlens_q, cu_seqlens_q_padded, max_seqlen_q: of
                 self-attention; of its keys too where kv's are None, and always in a decoder.
-            cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: of a decoder's cross-attention; of an encoder's self-attention.
+            cu_seqlens_kv, cu_seqlens_kv_padded, max_seqlen_kv: of a decoder's cross-attention; of an encoder's self-attention. Where
+                cu_seqlens_kv is another tensor than q's, max_seqlen_kv is needed under compile and capture.
             encoder_output, enc_dec_*: of a decoder's cross-attention. An encoder checks them and does not read them.
             thd_attention_policies, thd_attention_policy_dispatch: of self-attention; cross-attention keeps
                 enc_dec_attn_mask_type. Exclusive with this call's self_attn_mask_type and window_size.
@@ -378,6 +375,10 @@ class TransformerLayer(torch.nn.Module):
             f"hidden_dropout={self.hidden_dropout}"
         )
         for name in (
+            "window_size",
+            "bottom_right_diagonal",
+            "enc_dec_window_size",
+            "enc_dec_bottom_right_diagonal",
             "apply_residual_connection_post_layernorm",
             "output_layernorm",
             "parallel_attention_mlp",
