@@ -190,10 +190,10 @@ def test_positions_read_nothing_on_the_host() -> None:
 
 def test_a_rounded_checkpoint_ends_deferred_initialisation() -> None:
     """Assigned to a module on meta, it gives the module's own frequencies, where the checkpoint stands; of another size it is refused."""
-    saved = {name: tensor.bfloat16() for name, tensor in RotaryPositionEmbedding(16).state_dict().items()}
+    saved = {name: tensor.bfloat16() for name, tensor in RotaryPositionEmbedding(16, device="cpu").state_dict().items()}
     with torch.device("meta"):
         module = RotaryPositionEmbedding(16)
     module.load_state_dict(saved, assign=True)
-    assert module.inv_freq.device.type == "cpu" and torch.equal(module(300), RotaryPositionEmbedding(16)(300))
+    assert module.inv_freq.device.type == "cpu" and torch.equal(module(300), RotaryPositionEmbedding(16, device="cpu")(300))
     with pytest.raises(RuntimeError, match="size mismatch for inv_freq"):
         RotaryPositionEmbedding(8).load_state_dict(saved)
