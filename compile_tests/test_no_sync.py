@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,8 +18,9 @@ from torch import Tensor
 
 from compile_tests.harness import assert_same
 from te_attn_ops import execution, ops, plan as plans, rows, thd_attention
+from te_attn_ops.backends import cudnn, flash2, get_backend
 from te_attn_ops.inplace import BackwardBatch, Batch
-from te_attn_ops.modules import DotProductAttention, MultiheadAttention, TransformerLayer
+from te_attn_ops.modules import DotProductAttention, MultiheadAttention, RotaryPositionEmbedding, TransformerLayer
 from te_attn_ops.packing import Subsets
 from te_attn_ops.testing import (
     BOTTOM_RIGHT,
@@ -99,19 +101,26 @@ def test_policies_that_were_prepared_once(how: str) -> None:
 def _modules() -> dict[str, tuple[torch.nn.Module, tuple[int, ...]]]:
     options: dict[str, Any] = {"hidden_dropout": 0.0, "device": "cpu"}
     packed = {"attn_input_format": "thd", "self_attn_mask_type": "padding_causal"}
+    latent = {"kv_lora_rank": 8, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
     return {
         "attention_thd": (DotProductAttention(2, 16, qkv_format="thd", attn_mask_type="padding_causal"), (17, 2, 16)),
         "attention_bshd": (DotProductAttention(2, 16, qkv_format="bshd", attn_mask_type="causal"), (3, 5, 2, 16)),
         "attention_sbhd": (DotProductAttention(2, 16, qkv_format="sbhd", attn_mask_type="no_mask"), (5, 3, 2, 16)),
         "multihead": (MultiheadAttention(32, 2, qkv_format="thd", attn_mask_type="padding_causal", device="cpu"), (17, 32)),
         "layer": (TransformerLayer(32, 24, 2, **packed, **options), (17, 32)),
+        "layer_policies": (TransformerLayer(32, 24, 2, **packed, **options), (17, 32)),
+        "layer_mla": (TransformerLayer(32, 24, 2, **packed, **options, **latent), (17, 32)),
     }
 
 
 @pytest.mark.parametrize("name", list(_modules()))
 def test_the_modules(name: str) -> None:
     module, shape = _modules()[name]
-    packed = {"cu_seqlens_q": build(SCALAR).cu_seqlens_q, "max_seqlen_q": 8} if shape[0] == 17 else {}
+    packed: dict[str, Any] = {"cu_seqlens_q": build(SCALAR).cu_seqlens_q, "max_seqlen_q": 8} if shape[0] == 17 else {}
+    if name == "layer_policies":
+        packed["thd_attention_policies"] = build(SCALAR.replace(masks=(FULL, CAUSAL), owner=(0, 1, 0))).prepared
+    if name.startswith("layer_"):
+        packed["rotary_pos_emb"] = RotaryPositionEmbedding(8, device="cpu")(8)
 
     def call(x: Tensor, parameters: dict[str, Tensor], packed: dict[str, Any]) -> Tensor:
         args = (x,) if x.dim() == 2 else (x, x, x)
@@ -200,6 +209,62 @@ def test_the_kernels_of_torch_flash(case: PackedCase, dispatch: int) -> None:
     with as_if_on_cuda():
         trace_without_sync(lambda *arguments: _run(ops.attention_forward, *arguments), *_half(forward))
         trace_without_sync(lambda *arguments: _run(ops.attention_backward, *arguments), *_to_half(arguments), forward.plan())
+
+
+class _NoKernels(dict):  # type: ignore[type-arg]
+    """flash4's compiled kernels: launched with all that the adapter makes for them, and doing nothing."""
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return (lambda *arguments: None,) * 8
+
+
+class _NoGraph:
+    """A cuDNN graph that is built of nothing and does nothing."""
+
+    def __init__(self, frontend: Any, handle: Any, spec: Any) -> None:
+        self.spec, self.pinned = spec, False
+
+    def run(self, *arguments: Any) -> None:
+        pass
+
+
+def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters whose libraries are not here: everything of theirs runs but the kernels."""
+    library = SimpleNamespace(
+        varlen_fwd=lambda q, k, v, out, *rest: (out, q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32), None, None),
+        varlen_bwd=lambda *arguments: None,
+    )
+    monkeypatch.setattr(flash2, "_library", lambda: library)
+    monkeypatch.setattr(flash2, "_forward_extras", lambda: (True, ()))
+    monkeypatch.setattr(get_backend("flash4"), "_kernels", _NoKernels())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cudnn, "Graph", _NoGraph)
+    monkeypatch.setattr(cudnn, "_frontend", lambda: None)
+    monkeypatch.setattr(cudnn, "_apart", lambda device, work: work())
+    monkeypatch.setattr(cudnn, "_spread_stats", lambda *arguments: None)
+    monkeypatch.setattr(cudnn, "_token_major_stats", lambda lse: torch.empty_like(lse.t()))
+    monkeypatch.setattr(cudnn.Cudnn, "_handle", lambda self, device: SimpleNamespace(lock=contextlib.nullcontext()))
+    monkeypatch.setattr(get_backend("cudnn"), "_graphs", cudnn.GraphCache())
+
+
+@pytest.mark.parametrize("dispatch", [plans.PADDED, plans.GROUPED], ids=["padded", "grouped"])
+@pytest.mark.parametrize(
+    "case",
+    [SCALAR, SCALAR.replace(gaps_q=(1, 0, 2)), PackedCase((6, 3), (2, 9), masks=(BOTTOM_RIGHT,)), POLICIES],
+    ids=["scalar", "gaps", "cross", "policies"],
+)
+@pytest.mark.parametrize("backend", ["flash2", "flash4", "cudnn"])
+def test_the_adapters(backend: str, case: PackedCase, dispatch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host code around kernels that are not here: how a subset is told, scratch, statistics, rows that a contract fixes."""
+    without_kernels(monkeypatch)
+    forward = OpSample(ops.attention_forward, case, "unfused", dispatch)
+    backward = OpSample(ops.attention_backward, case, "unfused", dispatch)
+    plan = OpSample(ops.attention_forward, case, backend, dispatch).plan()
+    *inputs, _ = forward.arguments()
+    *saved, _ = backward.arguments()
+    with as_if_on_cuda():
+        trace_without_sync(lambda *arguments: _run(ops.attention_forward, *arguments), *_to_half(inputs), plan)
+        trace_without_sync(lambda *arguments: _run(ops.attention_backward, *arguments), *_to_half(saved), plan)
 
 
 def _half(sample: OpSample) -> tuple[Any, ...]:
