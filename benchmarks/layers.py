@@ -204,7 +204,7 @@ def run(variant: str, sizes: Sizes) -> dict[str, Any]:
     graphs = _graphs()
     rounds: list[dict[str, float]] = []
     for number in common.progress(range(sizes.rounds), variant):
-        # Another order each time: what ran just before leaves its mark on the clock (0.5 to 1% after the hottest).
+        # Another order each time: what ran just before leaves its mark on the clock (seen: 1% after the hottest).
         order = random.Random(number).sample(list(steps), len(steps))
         rounds.append({name: time_block(steps[name], sizes.steps, on_cuda) for name in order})
     result: dict[str, Any] = {}

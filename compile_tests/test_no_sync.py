@@ -36,6 +36,7 @@ from te_attn_ops.testing import (
     build,
     trace_without_sync,
 )
+from tests.stubs import replace_cudnn
 
 SCALAR = PackedCase((6, 3, 8))
 POLICIES = PackedCase((6, 3, 8), gaps_q=(1, 0, 2), tail=3, masks=(FULL, CAUSAL, Mask("padding", (2, 1))), owner=(0, 2, 1))
@@ -237,13 +238,7 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flash2, "_library", lambda: library)
     monkeypatch.setattr(flash2, "_forward_extras", lambda: (True, ()))
     monkeypatch.setattr(get_backend("flash4"), "_kernels", _NoKernels())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(cudnn, "Graph", _NoGraph)
-    monkeypatch.setattr(cudnn, "_frontend", lambda: None)
-    monkeypatch.setattr(cudnn, "_apart", lambda device, work: work())
-    monkeypatch.setattr(cudnn, "_spread_stats", lambda *arguments: None)
-    monkeypatch.setattr(cudnn, "_token_major_stats", lambda lse: torch.empty_like(lse.t()))
-    monkeypatch.setattr(cudnn.Cudnn, "_handle", lambda self, device: SimpleNamespace(lock=contextlib.nullcontext()))
+    replace_cudnn(monkeypatch, _NoGraph, lambda *arguments: None, lambda lse: torch.empty_like(lse.t()))
     monkeypatch.setattr(get_backend("cudnn"), "_graphs", cudnn.GraphCache())
 
 

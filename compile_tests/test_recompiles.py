@@ -18,7 +18,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from compile_tests.harness import assert_same, counted
 from te_attn_ops import (
-    PlanSpec,
     PreparedPolicies,
     attention,
     packing,
@@ -446,13 +445,12 @@ def test_single_launch_plans_of_other_batches_compile_nothing(how: str, backend:
     cases = [PackedCase(lengths[n:] + lengths[:n], masks=(CAUSAL, FULL), owner=owner) for n, owner in enumerate(owners)]
     if how == "prepared":
         cases += [PackedCase((4, 2, 11, 1, 6), masks=(CAUSAL, FULL), owner=(1, 0, 1, 1, 0))]
-    spec = PlanSpec(torch.float32, cases[0].num_heads, cases[0].groups, cases[0].head_dim_qk, cases[0].width_v, training=True)
     function, counter = counted(backend=backend, dynamic=True)
     policies = None
     for n, case in enumerate(cases):
         inputs = build(case)
         if policies is None or how == "prepared":
-            policies = inputs.prepare(attention=spec)
+            policies = inputs.prepare(attention=inputs.plan_spec())
         else:
             refresh_thd_policies(policies, inputs.policies(), inputs.cu_seqlens_q)
         assert len(policies.plans) == 1
@@ -467,10 +465,10 @@ def test_a_single_launch_is_chosen_once(monkeypatch: pytest.MonkeyPatch) -> None
     flex = OneLaunch()
     install(monkeypatch, flex, Stub("flash4"))
     cases = [PackedCase(lengths, masks=(CAUSAL, FULL), owner=(0, 1, 0)) for lengths in ((5, 9, 3), (3, 5, 9))]
-    spec = PlanSpec(torch.float32, cases[0].num_heads, cases[0].groups, cases[0].head_dim_qk, cases[0].width_v, training=True)
     batches = [build(case) for case in cases]
     decided = mock.Mock(wraps=attention._decide)
     monkeypatch.setattr(attention, "_decide", decided)
     for inputs in batches * 3:
-        inputs.attend(thd_attention_policies=inputs.prepare(attention=spec), thd_attention_policy_dispatch="single_launch")
+        policies = inputs.prepare(attention=inputs.plan_spec())
+        inputs.attend(thd_attention_policies=policies, thd_attention_policy_dispatch="single_launch")
     assert decided.call_count == 1 and flex.launches == 6

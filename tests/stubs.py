@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 from torch import Tensor
 
 from te_attn_ops import AttentionParams, attention, backends, measure, selection
-from te_attn_ops.backends import BACKEND_NAMES, backend_number, get_backend
+from te_attn_ops.backends import BACKEND_NAMES, backend_number, cudnn, get_backend
 from te_attn_ops.backends.base import BackwardCall, ForwardCall
 from te_attn_ops.backends.unfused import Unfused
 
@@ -92,6 +94,19 @@ def install(monkeypatch: pytest.MonkeyPatch, *stubs: Stub) -> None:
         monkeypatch.setitem(backends._instances, name, stub)
         monkeypatch.setitem(backends._by_number, backend_number(name), stub)
     forget_choices()
+
+
+def replace_cudnn(
+    monkeypatch: pytest.MonkeyPatch, graph: type, spread_stats: Callable[..., None], token_major: Callable[[Tensor], Tensor]
+) -> None:
+    """cuDNN's adapter over graphs of our own, without the library, a GPU or Triton, for one test."""
+    monkeypatch.setattr(cudnn, "Graph", graph)
+    monkeypatch.setattr(cudnn, "_frontend", lambda: None)
+    monkeypatch.setattr(cudnn, "_apart", lambda device, work: work())
+    monkeypatch.setattr(cudnn, "_spread_stats", spread_stats)
+    monkeypatch.setattr(cudnn, "_token_major_stats", token_major)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(cudnn.Cudnn, "_handle", lambda self, device: SimpleNamespace(lock=contextlib.nullcontext()))
 
 
 def forget_choices() -> None:

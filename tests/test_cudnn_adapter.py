@@ -3,10 +3,8 @@ for a built graph that computes what the graph's own parameters say and writes n
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +16,7 @@ from te_attn_ops.backends.base import BackwardCall, ForwardCall
 from te_attn_ops.backends.cudnn import Cudnn, GraphSpec
 from te_attn_ops.masks import Band, iter_rows
 from te_attn_ops.params import SEQLEN_BUCKETS, AttentionParams
+from tests.stubs import replace_cudnn
 
 FULL, CAUSAL, CAUSAL_TL = Band(), Band(None, 0, True), Band(None, 0, False)
 BANDS = [
@@ -335,13 +334,7 @@ def _spread_stats(call: ForwardCall, first: Tensor, second: Tensor) -> None:
 
 @pytest.fixture
 def backend(monkeypatch: pytest.MonkeyPatch) -> Cudnn:
-    monkeypatch.setattr(adapter, "Graph", _StandIn)
-    monkeypatch.setattr(adapter, "_frontend", lambda: None)
-    monkeypatch.setattr(adapter, "_apart", lambda device, work: work())
-    monkeypatch.setattr(adapter, "_spread_stats", _spread_stats)
-    monkeypatch.setattr(adapter, "_token_major_stats", lambda lse: torch.where(lse == -math.inf, math.inf, lse).t().contiguous())
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    monkeypatch.setattr(Cudnn, "_handle", lambda self, device: SimpleNamespace(lock=contextlib.nullcontext()))
+    replace_cudnn(monkeypatch, _StandIn, _spread_stats, lambda lse: torch.where(lse == -math.inf, math.inf, lse).t().contiguous())
     return Cudnn()
 
 
